@@ -178,8 +178,9 @@ class Observer:
     def _start(self, name: str, processes: int, more: list[str]) -> tuple[Job, Follower]:
         s = self.settings
         log = self._log(name)
+        # -P: a working directory that holds the source of memckpt must not hide the installed package.
         ulfm = [] if "--plain" in more else ["--with-ft", "ulfm"]
-        program = [sys.executable, "-m", "memckpt.demo.train", "--run", self.run, "--log", str(log)]
+        program = [sys.executable, "-P", "-m", "memckpt.demo.train", "--run", self.run, "--log", str(log)]
         program += ["--steps", str(s.steps), "--seed", str(s.seed), "--active", str(s.active)]
         program += ["--deadline", str(s.deadline_s), *more]
         scratch = self._directory / "mpi"

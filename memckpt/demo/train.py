@@ -178,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.plain:
         program.plain(world_rank)
     else:
-        memckpt.run(program.protected, active=args.active, deadline=args.deadline)
+        memckpt.run(program.protected, active=args.active)
     return 0
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from memckpt.demo.history import Comparison, History, Life
 
-PHASES = ("detect", "regroup", "inventory", "fetch", "verify", "load")
+PHASES = ("detect", "leave", "regroup", "inventory", "fetch", "verify", "load")
 MOST_LOST_STEPS = 2
 
 
@@ -66,8 +66,10 @@ class Recovery:
         return max(0, max((life.last_step for life in self.lives if life not in last), default=0) - recovered_step)
 
     def seconds(self) -> dict[str, float]:
-        """Wall time of each phase on the slowest rank; `detect` and `total` by the observer's clock.
+        """Wall time of each phase on the slowest rank.
 
+        `detect` goes from the signal until the first survivor saw the loss, `leave` until all survivors had left their
+        training, `regroup` until the training was entered again; the rest is what the restore report says.
         `total` goes from the signal until every rank has its state back, `first_step` until every rank finished a step
         again. In a relaunch `detect` is the time until the job was started again, and `regroup` that of its start.
         """
@@ -78,8 +80,11 @@ class Recovery:
             for name in PHASES
         }
         if self.in_job:
-            phases["regroup"] = max(life.entered.timeline.get("regroup", 0.0) for life in back)
-            phases["detect"] = max(0.0, entered - phases["regroup"] - self.at)
+            timelines = [life.entered.timeline for life in back]
+            seen = [t["seen"] for t in timelines if t.get("seen", 0.0) >= self.at]
+            phases["leave"] = max(t.get("gather", 0.0) for t in timelines)
+            phases["regroup"] = max(t.get("regroup", 0.0) for t in timelines)
+            phases["detect"] = (min(seen) if seen else entered - phases["leave"] - phases["regroup"]) - self.at
         else:
             phases["detect"] = self.restarted_at - self.at
             phases["regroup"] = entered - self.restarted_at
