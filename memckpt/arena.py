@@ -8,6 +8,7 @@ removed.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -202,9 +203,7 @@ class Arena:
         raise AssertionError("unreachable")
 
     def _describe(self, generation: Generation | None = None, rank: int = -1) -> ProcessInfo:
-        return process.describe(
-            run=self.run.name, job=self.run.job, node=self.node, rank=rank, generation=generation
-        )
+        return process.describe(run=self.run.name, job=self.run.job, node=self.node, rank=rank, generation=generation)
 
     def fence_past(
         self, members: Collection[tuple[int, int]], generation: Generation | None, deadline_s: float
@@ -327,6 +326,15 @@ class Arena:
         """
         return [found for name in self._slot_names() if (found := self.find(name)) is not None]
 
+    def slots_nbytes(self) -> int:
+        """Bytes of every slot file of the run on this node, sealed or not. Local."""
+        total = 0
+        for file in os.listdir(self._dir):
+            if file.endswith(DATA) and slot_of(file) is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    total += os.lstat(os.path.join(self._dir, file)).st_size
+        return total
+
     def find(self, name: str) -> Found | None:
         """Like `inventory`, for one slot; None when it is not there. Local."""
         return examine(self._dir, name, self.run.name, self.run.job)
@@ -404,11 +412,7 @@ class Arena:
         except FileNotFoundError:
             return []
         known = (_FINISHED, _IDENTITY)
-        return [
-            f
-            for f in names
-            if f in known or f.startswith(".tmp-") or slot_of(f) is not None
-        ]
+        return [f for f in names if f in known or f.startswith(".tmp-") or slot_of(f) is not None]
 
     def tidy(self) -> None:
         """Remove the empty directories of a run that was removed; call it after `ProcessLock.release`."""

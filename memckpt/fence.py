@@ -1,9 +1,9 @@
 """Fence the past: no process of an earlier life of the run may still write when a restore begins.
 
 A holder that is no member of the job is left over, or it is another live job of the same name. It is killed only on
-evidence of the former, since the same run may be started twice by mistake: it comes from this very launch (and was shrunk
-away), or its launcher is gone, or it does not beat for as long as we wait. One that beats under a live launcher of its
-own is never killed.
+evidence of the former, since the same run may be started twice by mistake: it comes from this very launch (and was
+shrunk away), or its launcher is gone, or it does not beat for as long as we wait. One that beats under a live launcher
+of its own is never killed.
 """
 
 from __future__ import annotations
@@ -90,9 +90,7 @@ def fence_past(
     ended: list[ProcessInfo] = []
     pause_s = 0.002
     while True:
-        others = [
-            h for h in lock.holders(directory) if h.held and (h.info is None or h.info.identity not in members)
-        ]
+        others = [h for h in lock.holders(directory) if h.held and (h.info is None or h.info.identity not in members)]
         if not others:
             lock.remove_dead(directory)
             return ended

@@ -1,8 +1,8 @@
 """The lock file by which a process holds a run's memory on a node, and by whose beat others see that it runs.
 
 The lock is an `fcntl` record lock, which the kernel drops with the process and never gives to a fork. Record locks
-belong to a process, not to a file descriptor: closing *any* descriptor of the file drops them, so this module keeps a registry
-and never opens a lock file of its own process a second time.
+belong to a process, not to a file descriptor: closing *any* descriptor of the file drops them, so this module keeps a
+registry and never opens a lock file of its own process a second time.
 """
 
 from __future__ import annotations

@@ -56,7 +56,6 @@ class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
         return f"pid {self.pid} on {self.host}{rank}, generation {self.generation}"
 
 
-
 def _stat_fields(pid: int) -> list[str] | None:
     """Fields of /proc/<pid>/stat from the third on (state first); the second may hold spaces and brackets."""
     try:
@@ -203,9 +202,9 @@ def remove_scratch(directory: str) -> None:
         return
     for name in names:
         parts = name.split("-")
-        if name.startswith(".tmp-") and len(parts) >= 4 and parts[1].isdecimal() and parts[2].isdecimal():
-            if not alive(int(parts[1]), int(parts[2])):
-                try:
-                    os.unlink(os.path.join(directory, name))
-                except FileNotFoundError:
-                    pass
+        ours = name.startswith(".tmp-") and len(parts) >= 4 and parts[1].isdecimal() and parts[2].isdecimal()
+        if ours and not alive(int(parts[1]), int(parts[2])):
+            try:
+                os.unlink(os.path.join(directory, name))
+            except FileNotFoundError:
+                pass

@@ -10,11 +10,11 @@ from types import TracebackType
 import msgspec
 
 from memckpt import _native, faults, files
-from memckpt.errors import Closed, CorruptSnapshot, ForeignMemory, UsageError
+from memckpt.errors import Closed, CorruptSnapshot, ForeignMemory, MemckptError, UsageError
 from memckpt.seal import Seal, decode, encode
 
 MAX_SEAL_NBYTES = 64 << 20
-MAX_HEADER_NBYTES = 256 << 20
+MAX_HEADER_NBYTES = 100_000_000  # the safetensors library reads no longer one
 DATA, SEAL = ".safetensors", ".seal.json"
 _NAME = re.compile(r"s-[0-9a-f]{16}\Z")
 
@@ -85,7 +85,7 @@ def examine(directory: str, name: str, run: str, job: str) -> Found | None:
             if seal is None:
                 return Found(name, None, nbytes, "no seal")
             _agree(seal, fd, nbytes, run, job)
-        except (CorruptSnapshot, ForeignMemory) as error:
+        except MemckptError as error:
             return Found(name, None, nbytes, error.message)
         return Found(name, seal, nbytes, None)
     finally:
@@ -93,29 +93,61 @@ def examine(directory: str, name: str, run: str, job: str) -> Found | None:
 
 
 def _agree(seal: Seal, fd: int, nbytes: int, run: str, job: str) -> None:
-    """CorruptSnapshot unless the seal is this run's and the file's own header repeats run, shard and layout."""
+    """CorruptSnapshot unless the seal is this run's and the file's own header says the same of itself."""
     if (seal.run, seal.job) != (run, job):
         raise CorruptSnapshot(f"its seal is of run {seal.run!r}, job {seal.job!r}")
     if nbytes < seal.nbytes:
         raise CorruptSnapshot(f"truncated: the seal says {seal.nbytes} bytes, the slot has {nbytes}")
-    says = header_metadata(fd, seal.nbytes)
-    for key, value in (("run", seal.run), ("shard", str(seal.shard)), ("layout", seal.layout)):
-        if says.get(key) != value:
-            raise CorruptSnapshot(f"the seal says {key} {value!r}, the file's header {says.get(key)!r}")
+    says = read_header(fd, seal.nbytes)
+    pairs = {
+        "run": (seal.run, says.run),
+        "shard": (seal.shard, says.shard),
+        "world": (seal.world, says.world),
+        "step": (seal.step, says.step),
+        "layout": (seal.layout, says.layout),
+    }
+    for name, (said, found) in pairs.items():
+        if said != found:
+            raise CorruptSnapshot(f"the seal says {name} {said!r}, the file's header {found!r}")
+
+
+class HeaderSays(msgspec.Struct, frozen=True):
+    """What a file's own header says of its identity."""
+
+    run: str
+    shard: int
+    world: int
+    layout: str
+    step: int = -1
+
+
+class _Metadata(msgspec.Struct):
+    memckpt: str
+    step: str = msgspec.field(name="memckpt.step")
 
 
 class _Header(msgspec.Struct):
-    metadata: dict[str, str] = msgspec.field(name="__metadata__", default_factory=dict)
+    metadata: _Metadata = msgspec.field(name="__metadata__")
 
 
-def header_metadata(fd: int, nbytes: int) -> dict[str, str]:
-    """The `__metadata__` of a safetensors file of `nbytes` bytes; CorruptSnapshot when there is no valid header."""
+def read_header(fd: int, nbytes: int) -> HeaderSays:
+    """The identity in the header of a file of `nbytes` bytes. `memckpt.header.parse` checks all of it; this is quick.
+
+    Raises
+    ------
+    CorruptSnapshot
+        It has no header of a snapshot.
+    """
     size = int.from_bytes(os.pread(fd, 8, 0), "little")
     if not 2 <= size <= min(nbytes - 8, MAX_HEADER_NBYTES):
         raise CorruptSnapshot(f"the file's header says that it is {size} bytes long, in a file of {nbytes}")
     try:
-        return msgspec.json.decode(os.pread(fd, size, 8), type=_Header).metadata
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        metadata = msgspec.json.decode(os.pread(fd, size, 8), type=_Header).metadata
+        says = msgspec.json.decode(metadata.memckpt, type=HeaderSays)
+        if not (metadata.step.isascii() and metadata.step.isdigit() and len(metadata.step) <= 19):
+            raise CorruptSnapshot("the step in the file's header is no number")
+        return msgspec.structs.replace(says, step=int(metadata.step))
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise CorruptSnapshot(f"the file's header cannot be read: {error}") from None
 
 

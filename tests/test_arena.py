@@ -21,8 +21,10 @@ GENERATION = Generation(1, "0123456789abcdef")
 LAYOUT = "ab" * 16
 
 
-def header(run: str = "r", shard: int = 0, layout: str = LAYOUT) -> bytes:
-    text = json.dumps({"__metadata__": {"run": run, "shard": str(shard), "layout": layout}}).encode()
+def header(run: str = "r", shard: int = 0, layout: str = LAYOUT, step: int = 1) -> bytes:
+    says = json.dumps({"format": 1, "run": run, "shard": shard, "world": 1, "layout": layout})
+    metadata = {"memckpt": says, "memckpt.step": str(step), "memckpt.plain": "{}"}
+    text = json.dumps({"__metadata__": metadata}).encode().ljust(4096 - 8)
     return len(text).to_bytes(8, "little") + text
 
 
@@ -49,11 +51,11 @@ def arena(base: Path) -> Iterator[Arena]:
     held.release()
 
 
-def fill(arena: Arena, nbytes: int = 10000, **seal: object) -> str:
+def fill(arena: Arena, nbytes: int = 10000, *, step: int = 1, **seal: object) -> str:
     with arena.create_slot(nbytes, populate=False) as slot:
-        head = header()
+        head = header(step=step)
         memoryview(slot.memory)[: len(head)] = head
-        slot.seal(seal_of(nbytes, **seal))  # type: ignore[arg-type]
+        slot.seal(seal_of(nbytes, step=step, **seal))  # type: ignore[arg-type]
     return slot.name
 
 
@@ -99,9 +101,13 @@ def test_another_job_sees_nothing_and_the_same_job_finds_its_copy(base: Path) ->
         Arena.open("r", job="3", create=False)
     held = [first.lock(), second.lock()]  # both live at once
     slot = fill(first, job="1")
-    assert second.inventory() == [] and Arena.open("r").inventory() == []
+    assert second.inventory() == []
+    assert Arena.open("r").inventory() == []
     (found,) = Arena.open("r", job="1", create=False).inventory()
-    assert found.slot == slot and found.reason is None and found.seal is not None and found.seal.job == "1"
+    assert found.slot == slot
+    assert found.reason is None
+    assert found.seal is not None
+    assert found.seal.job == "1"
     for lock in held:
         lock.release()
 
@@ -187,7 +193,9 @@ def test_a_foreign_slot_is_told_not_used_and_not_removed(arena: Arena, what: str
         path.rename(arena.path.parent / "moved")
         path.symlink_to(arena.path.parent / "moved")
     (found,) = arena.inventory()
-    assert found.seal is None and found.reason is not None and found.reason.startswith("foreign")
+    assert found.seal is None
+    assert found.reason is not None
+    assert found.reason.startswith("foreign")
     for writable in (False, True):
         with pytest.raises(ForeignMemory):
             arena.open_slot(name, writable=writable)
@@ -195,7 +203,8 @@ def test_a_foreign_slot_is_told_not_used_and_not_removed(arena: Arena, what: str
         arena.remove_slot(name)
     with pytest.raises(ForeignMemory):
         arena.remove_all()
-    assert os.path.lexists(path) and (arena.path / "run.json").exists()
+    assert os.path.lexists(path)
+    assert (arena.path / "run.json").exists()
 
 
 def test_slots_without_an_identity_are_refused(arena: Arena) -> None:
@@ -211,12 +220,16 @@ def test_slots_without_an_identity_are_refused(arena: Arena) -> None:
 
 def test_a_slot_is_no_snapshot_before_it_is_sealed_and_after_it_is_unsealed(arena: Arena) -> None:
     with arena.create_slot(5000) as slot:
-        assert slot.nbytes == 5000 and slot.populate_s > 0
-        memoryview(slot.memory)[: len(header())] = header()
-        assert [f.reason for f in arena.inventory()] == ["no seal"] and slot.read_seal() is None
+        assert slot.nbytes == 5000
+        assert slot.populate_s > 0
+        memoryview(slot.memory)[: len(header())] = header(step=7)
+        assert [f.reason for f in arena.inventory()] == ["no seal"]
+        assert slot.read_seal() is None
         slot.seal(seal_of(5000, step=7))
         (found,) = arena.inventory()
-        assert found.seal == slot.read_seal() and found.seal is not None and found.seal.step == 7
+        assert found.seal == slot.read_seal()
+        assert found.seal is not None
+        assert found.seal.step == 7
         slot.unseal()
         slot.unseal()
         assert arena.inventory()[0].seal is None
@@ -254,7 +267,9 @@ def test_nothing_is_written_without_the_lock(base: Path) -> None:
     slot.close()
 
 
-@pytest.mark.parametrize("name", ["", "x", "s-123", "../s-0123456789abcdef", "s-0123456789abcdeg", "s-0123456789ABCDEF"])
+@pytest.mark.parametrize(
+    "name", ["", "x", "s-123", "../s-0123456789abcdef", "s-0123456789abcdeg", "s-0123456789ABCDEF"]
+)
 def test_only_a_slots_name_is_one(arena: Arena, name: str) -> None:
     with pytest.raises(UsageError):
         arena.open_slot(name, writable=False)
@@ -264,7 +279,8 @@ def test_remove_is_seal_first_and_idempotent(arena: Arena) -> None:
     name = fill(arena)
     arena.remove_slot(name)
     arena.remove_slot(name)
-    assert arena.inventory() == [] and arena.find(name) is None
+    assert arena.inventory() == []
+    assert arena.find(name) is None
     with pytest.raises(FileNotFoundError):
         arena.open_slot(name, writable=False)
 
@@ -276,7 +292,8 @@ def test_hostile_and_broken_files_are_reported_never_believed(arena: Arena) -> N
         path.write_bytes(change(path.read_bytes()))  # type: ignore[operator]
         found = arena.find(name)
         arena.remove_slot(name)
-        assert found is not None and found.seal is None
+        assert found is not None
+        assert found.seal is None
         return found.reason
 
     for change in (
@@ -295,8 +312,11 @@ def test_hostile_and_broken_files_are_reported_never_believed(arena: Arena) -> N
         lambda b: b"\xff" * len(b),
         lambda b: bytes(len(b)),
         lambda b: (1 << 40).to_bytes(8, "little") + b[8:],
-        lambda b: b.replace(b'"shard": "0"', b'"shard": "1"'),
-        lambda b: b.replace(b'"run": "r"', b'"run": "x"'),
+        lambda b: b.replace(b'shard\\": 0', b'shard\\": 1'),
+        lambda b: b.replace(b'run\\": \\"r', b'run\\": \\"x'),
+        lambda b: b.replace(b'world\\": 1', b'world\\": 2'),
+        lambda b: b.replace(b'step": "1', b'step": "2'),
+        lambda b: b.replace(b'step": "1', b'step": "-'),
         lambda b: b.replace(b"abab", b"baba"),
         lambda b: b.replace(b'{"__', b'["__'),
     ):
@@ -307,14 +327,17 @@ def test_a_seal_of_another_run_or_job_is_no_snapshot_here(arena: Arena) -> None:
     for other in ({"run": "s"}, {"job": "9"}):
         name = fill(arena, **other)
         found = arena.find(name)
-        assert found is not None and found.seal is None and "its seal is of run" in (found.reason or "")
+        assert found is not None
+        assert found.seal is None
+        assert "its seal is of run" in (found.reason or "")
 
 
 def test_a_seal_without_its_slot_is_reported_and_removable(arena: Arena) -> None:
     name = fill(arena)
     (arena.path / f"{name}.safetensors").unlink()
     (found,) = arena.inventory()
-    assert found.reason == "a seal without a slot" and found.nbytes == 0
+    assert found.reason == "a seal without a slot"
+    assert found.nbytes == 0
     arena.remove_slot(name)
     assert arena.inventory() == []
 
@@ -352,7 +375,8 @@ def test_too_small_a_file_system_is_a_clear_error_and_leaves_nothing(tmp_path: P
         before = sorted(p.name for p in arena.path.iterdir())
         with pytest.raises(BudgetError, match="remount,size=") as caught:
             arena.create_slot(16 << 20)
-        assert caught.value.needed == 16 << 20 and 0 < caught.value.free <= 8 << 20
+        assert caught.value.needed == 16 << 20
+        assert 0 < caught.value.free <= 8 << 20
         assert sorted(p.name for p in arena.path.iterdir()) == before
         # What fits, fits; the state grown by one tensor gets the same error, and the first slot is untouched.
         name = fill(arena, 4 << 20)
@@ -435,7 +459,8 @@ def test_a_live_run_is_not_removed_nor_taken_over(holder: subprocess.Popen[bytes
     held = arena.lock()
     with pytest.raises(RunInUse) as caught:
         arena.fence_past((), Generation(5, "0" * 16), 0.3)
-    assert caught.value.pid == holder.pid and holder.poll() is None
+    assert caught.value.pid == holder.pid
+    assert holder.poll() is None
     held.release()
 
 
@@ -472,7 +497,8 @@ def test_a_stopped_process_is_frozen_and_can_be_ended(arena: Arena, holder: subp
     assert frozen == [holder.pid]
     assert arena.kill(arena.frozen(0.4)[0], 5.0)
     held.beat()
-    assert arena.frozen(0.4) == [] and holder.wait() == -signal.SIGKILL
+    assert arena.frozen(0.4) == []
+    assert holder.wait() == -signal.SIGKILL
 
 
 # --- the end of a run -------------------------------------------------------------------------------------------------
@@ -481,7 +507,8 @@ def test_a_stopped_process_is_frozen_and_can_be_ended(arena: Arena, holder: subp
 def test_finished_is_remembered(arena: Arena) -> None:
     assert not arena.finished
     arena.mark_finished()
-    assert arena.finished and Arena.open("r").finished
+    assert arena.finished
+    assert Arena.open("r").finished
     arena.mark_finished(False)
     assert not Arena.open("r").finished
 

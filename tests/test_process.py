@@ -77,7 +77,9 @@ def own(rank: int = -1, generation: Generation | None = None) -> process.Process
 
 def test_identity_is_pid_and_start_time() -> None:
     pid, started = process.identity()
-    assert pid == os.getpid() and process.alive(pid, started) and not process.alive(pid, started + 1)
+    assert pid == os.getpid()
+    assert process.alive(pid, started)
+    assert not process.alive(pid, started + 1)
     assert process.start_time(2**22 + 1) is None
 
 
@@ -95,7 +97,8 @@ def test_lock_says_who_holds_it(tmp_path: Path) -> None:
     pid, started = process.identity()
     assert os.path.basename(held.path) == f"{pid}-{started}-3.lock"
     status = os.stat(held.path)
-    assert status.st_mode & 0o7777 == 0o600 and status.st_size == lock.LOCK_NBYTES
+    assert status.st_mode & 0o7777 == 0o600
+    assert status.st_size == lock.LOCK_NBYTES
     says = json.loads(Path(held.path).read_bytes()[:-8])
     # (That read dropped the record lock of this process: exactly why the module never does it.)
     assert (says["run"], says["pid"], says["start_time"], says["rank"], says["generation"]) == ("r", pid, started, 3, 1)
@@ -106,7 +109,8 @@ def test_lock_says_who_holds_it(tmp_path: Path) -> None:
     held.release()
     held.release()
     held.beat()
-    assert os.listdir(tmp_path) == [] and not held.held
+    assert os.listdir(tmp_path) == []
+    assert not held.held
 
 
 def test_one_lock_for_each_rank_of_a_process(tmp_path: Path) -> None:
@@ -114,7 +118,8 @@ def test_one_lock_for_each_rank_of_a_process(tmp_path: Path) -> None:
     with pytest.raises(RunInUse) as caught:
         lock.take(str(tmp_path), own(rank=1))
     assert caught.value.pid == os.getpid()
-    assert lock.holds(str(tmp_path)) and len(lock.own_locks(str(tmp_path))) == 3
+    assert lock.holds(str(tmp_path))
+    assert len(lock.own_locks(str(tmp_path))) == 3
     for held in locks:
         held.release()
     assert not lock.holds(str(tmp_path))
@@ -123,12 +128,16 @@ def test_one_lock_for_each_rank_of_a_process(tmp_path: Path) -> None:
 def test_lock_is_seen_by_another_process_and_gone_with_its_holder(tmp_path: Path, start: Start) -> None:
     child, _ = start()
     (holder,) = lock.holders(str(tmp_path))
-    assert holder.held and holder.pid == child.pid and holder.info is not None
-    assert holder.info.identity == (child.pid, process.start_time(child.pid)) and holder.info.generation == 1
+    assert holder.held
+    assert holder.pid == child.pid
+    assert holder.info is not None
+    assert holder.info.identity == (child.pid, process.start_time(child.pid))
+    assert holder.info.generation == 1
     child.kill()
     child.wait()
     (holder,) = lock.holders(str(tmp_path))
-    assert not holder.held and holder.pid == 0
+    assert not holder.held
+    assert holder.pid == 0
     lock.remove_dead(str(tmp_path))
     assert os.listdir(tmp_path) == []
 
@@ -172,7 +181,8 @@ def test_threads_may_take_and_look_at_once(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not failures and os.listdir(tmp_path) == []
+    assert not failures
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("damage", ["mode", "link", "directory"])
@@ -196,7 +206,8 @@ def test_lock_file_with_nonsense_in_it_is_dead_or_unknown_never_trusted(tmp_path
         path.write_bytes(text)
         path.chmod(0o600)
         (holder,) = lock.holders(str(tmp_path))
-        assert holder.info is None and not holder.held
+        assert holder.info is None
+        assert not holder.held
     assert fence.fence_past(str(tmp_path), own(), (), NEW, 1.0) == []
     assert not path.exists()
 
@@ -213,7 +224,9 @@ def test_beats_are_seen_and_stop_with_sigstop(tmp_path: Path, start: Start) -> N
     time.sleep(0.1)
     stopped = lock.holders(str(tmp_path))[0]
     time.sleep(0.1)
-    assert lock.holders(str(tmp_path))[0].beat_ns == stopped.beat_ns and stopped.held and process.stopped(child.pid)
+    assert lock.holders(str(tmp_path))[0].beat_ns == stopped.beat_ns
+    assert stopped.held
+    assert process.stopped(child.pid)
 
 
 def test_own_standstill_is_noticed(tmp_path: Path) -> None:
@@ -224,7 +237,8 @@ def test_own_standstill_is_noticed(tmp_path: Path) -> None:
     assert held.was_paused(1.0)
     held.beat()
     held.beat()
-    assert held.was_paused(1.0) and not held.was_paused(10.0)
+    assert held.was_paused(1.0)
+    assert not held.was_paused(10.0)
     held.release()
 
 
@@ -280,13 +294,15 @@ def test_a_live_job_of_the_same_name_is_an_error_with_its_pid(tmp_path: Path, st
     child, _ = start()
     with pytest.raises(RunInUse, match="alive") as caught:
         fence.fence_past(str(tmp_path), own(), (), NEW, 0.4)
-    assert caught.value.pid == child.pid and child.poll() is None
+    assert caught.value.pid == child.pid
+    assert child.poll() is None
 
 
 def test_a_silent_holder_of_an_older_generation_is_ended(tmp_path: Path, start: Start) -> None:
     child, _ = start(beats=False)
     ended = fence.fence_past(str(tmp_path), own(), (), NEW, 1.0)
-    assert [i.pid for i in ended] == [child.pid] and child.wait() == -signal.SIGKILL
+    assert [i.pid for i in ended] == [child.pid]
+    assert child.wait() == -signal.SIGKILL
     assert os.listdir(tmp_path) == []
 
 
@@ -347,4 +363,5 @@ def test_scratch_files_of_the_dead_are_removed_and_of_the_living_kept(tmp_path: 
 def test_launcher_is_the_parent_or_an_ancestor_of_that_name() -> None:
     assert process.find_launcher({}) == (0, 0)
     pid, started = process.find_launcher({"TORCHELASTIC_RUN_ID": "x"})
-    assert pid > 0 and process.start_time(pid) == started
+    assert pid > 0
+    assert process.start_time(pid) == started
