@@ -49,11 +49,6 @@ class Settings:
     keep: bool = False
     timeout_s: float = 180.0
 
-    @property
-    def deadline_s(self) -> float:
-        """A stopped process is noticed by nothing but a deadline, so that one is short."""
-        return 3.0 if self.signal == signal.SIGSTOP else 20.0
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -182,7 +177,7 @@ class Observer:
         ulfm = [] if "--plain" in more else ["--with-ft", "ulfm"]
         program = [sys.executable, "-P", "-m", "memckpt.demo.train", "--run", self.run, "--log", str(log)]
         program += ["--steps", str(s.steps), "--seed", str(s.seed), "--active", str(s.active)]
-        program += ["--deadline", str(s.deadline_s), *more]
+        program += more
         scratch = self._directory / "mpi"
         scratch.mkdir(exist_ok=True)
         job = Job([*ulfm, "--oversubscribe", "-n", str(processes), *program], scratch, self._directory / f"{name}.out")

@@ -156,7 +156,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--active", type=int, default=4)
     parser.add_argument(
-        "--deadline", type=float, default=10.0, help="seconds without progress until a peer counts as lost"
+        "--deadline", type=float, default=20.0, help="seconds to wait for a peer that shows no sign of life"
     )
     parser.add_argument("--nodes", default="", help="pretended node of each MPI rank, separated by commas")
     parser.add_argument("--plain", action="store_true", help="train without memckpt")
