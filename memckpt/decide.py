@@ -54,6 +54,7 @@ class Decisions:
         self._run = run
         self._deadline_s = deadline_s
         self._pending: tuple[np.ndarray, Request] | None = None
+        self._last: Agreed | None = None
         self.count = 0
 
     def exchange(self, step: int | None, *, settled: bool, poll: Callable[[], object] | None = None) -> Agreed | None:
@@ -90,17 +91,19 @@ class Decisions:
         return before
 
     def complete(self, *, poll: Callable[[], object] | None = None) -> Agreed | None:
-        """Wait for the exchange under way, if there is one."""
+        """Wait for the exchange under way, and return what the last one said; None before the first."""
         if self._pending is None:
-            return None
+            return self._last
         values, request = self._pending
         wait([request], self._deadline_s, f"the decision of every rank on step {values[0]}", poll=poll)
         self._pending = None
         low, high, settled, staying = (int(v) for v in values)
         if low == _NO_STEP:
-            return Agreed(None, bool(settled), True)
-        if low != -high:
+            self._last = Agreed(None, bool(settled), True)
+        elif low != -high:
             raise StepMismatch(
                 f"ranks called step() with different numbers: from {low} to {-high}", run=self._run, step=low
             )
-        return Agreed(low, bool(settled), not staying)
+        else:
+            self._last = Agreed(low, bool(settled), not staying)
+        return self._last

@@ -27,17 +27,17 @@ import msgspec
 import numpy as np
 
 from memckpt import _native, faults
-from memckpt.arena import Slot
-from memckpt.comm.base import Communicator, Request
+from memckpt.comm.base import FIRST_TAG, Communicator, Request
 from memckpt.errors import MemckptError, ProtocolError
 from memckpt.seal import Generation, Seal, decode
+from memckpt.slotfile import Slot
 from memckpt.slots import SlotPool
 
 WINDOW = 2
 """Chunks under way at once, on either side: one moves while one is copied."""
 
 _BEGIN_NBYTES = 512
-_TAGS = 32_000  # MPI promises tags up to 32,767; the order between equal tags is kept
+_TAGS = 32_000  # every transport has tags up to 32,767; the order between equal tags is kept
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True):
@@ -50,7 +50,7 @@ class Begin(msgspec.Struct, frozen=True, array_like=True):
 
 def tag(seq: int, index: int) -> int:
     """The tag of message `index` of save `seq`."""
-    return 1 + (seq * 8191 + index) % _TAGS
+    return FIRST_TAG + (seq * 8191 + index) % _TAGS
 
 
 def chunk_count(nbytes: int) -> int:
@@ -301,9 +301,11 @@ class Receiving:
         faults.point("replicate.sealed", self._comm.rank, self._step)
 
     def _check(self, seal: Seal) -> None:
-        if (seal.run, seal.shard, seal.step, seal.nbytes) != (self._run, self._source, self._step, self._nbytes):
+        due = (self._run, self._source, self._step, self._generation, self._nbytes)
+        if (seal.run, seal.shard, seal.step, seal.generation, seal.nbytes) != due:
             raise ProtocolError(
-                f"rank {self._source} sent the seal of run {seal.run}, shard {seal.shard}, step {seal.step}, {seal.nbytes} bytes",
+                f"rank {self._source} sent the seal of shard {seal.shard}, step {seal.step}, generation "
+                f"{seal.generation.counter}, {seal.nbytes} bytes, where {due} is due",
                 run=self._run,
                 rank=self._source,
                 step=self._step,

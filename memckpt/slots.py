@@ -8,10 +8,15 @@ and the fall-back. Every other slot is free, whatever it holds.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from memckpt.arena import Arena, Slot
+from memckpt.arena import Arena
+from memckpt.plan import Pinned
+from memckpt.seal import Base
+from memckpt.slotfile import Slot
 
 
 @dataclass
@@ -21,11 +26,6 @@ class Holding:
     shard: int
     committed: Slot | None = None
     pending: Slot | None = None
-    fallback: list[Slot] = field(default_factory=list)
-
-    def slots(self) -> list[Slot]:
-        """Every pinned slot of this shard."""
-        return [s for s in (self.committed, self.pending, *self.fallback) if s is not None]
 
 
 class SlotPool:
@@ -46,6 +46,7 @@ class SlotPool:
         self._threads = threads
         self._lock = threading.RLock()
         self._free: list[Slot] = []
+        self._fallback: list[Slot] = []
         self._closed = False
         self.populate_s = 0.0
         self.holdings = {shard: Holding(shard) for shard in shards}
@@ -55,15 +56,27 @@ class SlotPool:
         """Slots that this rank may have in all: two for each shard, own or held."""
         return 2 * len(self.holdings)
 
-    def adopt(self, names: list[str]) -> None:
-        """Take over free slots that already exist on this node."""
-        with self._lock:
-            for name in names:
-                self._free.append(self._arena.open_slot(name, writable=True))
+    def adopt(self, free: Iterable[str], pinned: Iterable[Pinned], base: Base | None) -> None:
+        """Take over the slots of this node that a restore gave to this rank.
 
-    def open(self, name: str) -> Slot:
-        """Open an existing slot that is to be pinned (it joins no free list)."""
-        return self._arena.open_slot(name, writable=True)
+        Parameters
+        ----------
+        free : iterable of str
+            May be written.
+        pinned : iterable of Pinned
+            Must be kept until the base is committed again; those that hold the base count as committed then.
+        base : Base or None
+            What was restored.
+        """
+        with self._lock:
+            for keep in pinned:
+                slot = self._arena.open_slot(keep.slot, writable=True)
+                holding = self.holdings.get(keep.shard)
+                if holding is not None and keep.snapshot == base and holding.committed is None:
+                    holding.committed = slot
+                else:
+                    self._fallback.append(slot)
+            self._free += [self._arena.open_slot(name, writable=True) for name in free]
 
     def take(self, nbytes: int) -> Slot | None:
         """A slot of exactly `nbytes` bytes without a seal, or None while every slot is pinned.
@@ -81,13 +94,12 @@ class SlotPool:
                     self._free.remove(slot)
                     slot.unseal()
                     return slot
-            pinned = sum(len(h.slots()) for h in self.holdings.values())
-            if not self._free and pinned >= self.capacity:
-                return None
-            # Another size is wanted: a free slot of the old size makes room first, pinned ones stay.
-            if self._free and pinned + len(self._free) >= self.capacity:
+            # Another size is wanted: free slots of the old one make room first, pinned ones stay. The fall-back of a restore
+            # does not count, or a base whose replicas need new slots could never be protected again.
+            pinned = self._pinned()
+            while self._free and len(pinned) + len(self._free) >= self.capacity:
                 self._remove(self._free.pop(0))
-            return self._create(nbytes)
+            return self._create(nbytes) if len(pinned) - len(self._fallback) < self.capacity else None
 
     def prepare(self, nbytes: int) -> bool:
         """Make one more free slot of `nbytes` bytes if there is none and the capacity allows; True if one was made.
@@ -95,10 +107,9 @@ class SlotPool:
         Called from the background, so that a capture finds populated pages.
         """
         with self._lock:
-            pinned = sum(len(h.slots()) for h in self.holdings.values())
             if self._closed or any(s.nbytes == nbytes for s in self._free):
                 return False
-            if pinned + len(self._free) >= self.capacity:
+            if len(self._pinned()) + len(self._free) >= self.capacity:
                 return False
         slot = self._create(nbytes)
         with self._lock:
@@ -108,21 +119,24 @@ class SlotPool:
 
     def give_back(self, slot: Slot) -> None:
         """Make a slot free; its seal goes first, so that nobody takes it for a snapshot."""
-        slot.unseal()
         with self._lock:
-            self._free.append(slot)
+            slot.unseal()
+            if len(self._pinned()) + len(self._free) < self.capacity:
+                self._free.append(slot)
+            else:
+                self._remove(slot)
 
     def commit(self) -> None:
         """The step in flight is committed: it becomes each shard's newest, what it replaces becomes free."""
         with self._lock:
             for holding in self.holdings.values():
-                old = [holding.committed, *holding.fallback]
                 if holding.pending is not None:
-                    holding.committed, holding.pending = holding.pending, None
-                    self._release(old)
-                else:
-                    self._release(holding.fallback)
-                holding.fallback = []
+                    old, holding.committed, holding.pending = holding.committed, holding.pending, None
+                    if old is not None:
+                        self.give_back(old)
+            fallback, self._fallback = self._fallback, []
+            for slot in fallback:
+                self.give_back(slot)
 
     def drop(self) -> None:
         """The vote on the step in flight was no: its slots become free."""
@@ -135,21 +149,21 @@ class SlotPool:
     def nbytes(self) -> int:
         """Bytes of every slot of this rank."""
         with self._lock:
-            pinned = [s for h in self.holdings.values() for s in h.slots()]
-            return sum(s.nbytes for s in (*pinned, *self._free))
+            return sum(s.nbytes for s in (*self._pinned(), *self._free))
 
     def close(self) -> None:
         """Let go of the mappings; the files stay."""
         with self._lock:
             self._closed = True
-            for slot in (*self._free, *(s for h in self.holdings.values() for s in h.slots())):
-                slot.close()
+            for slot in (*self._free, *self._pinned()):
+                # A send that never ended after a failure still reads from its mapping, which then lives as long as that.
+                with contextlib.suppress(BufferError):
+                    slot.close()
             self._free.clear()
 
-    def _release(self, slots: list[Slot | None]) -> None:
-        for slot in slots:
-            if slot is not None:
-                self.give_back(slot)
+    def _pinned(self) -> list[Slot]:
+        held = [s for h in self.holdings.values() for s in (h.committed, h.pending)]
+        return [s for s in (*held, *self._fallback) if s is not None]
 
     def _create(self, nbytes: int) -> Slot:
         slot = self._arena.create_slot(nbytes, threads=self._threads)
@@ -157,5 +171,6 @@ class SlotPool:
         return slot
 
     def _remove(self, slot: Slot) -> None:
-        slot.close()
+        with contextlib.suppress(BufferError):
+            slot.close()
         self._arena.remove_slot(slot.name)

@@ -1,0 +1,61 @@
+"""The first lines that rank 0 prints: what is true of this run, here."""
+
+from __future__ import annotations
+
+from memckpt.assembly import Parts, needs
+from memckpt.budget import format_nbytes
+from memckpt.layout import Layout
+from memckpt.placement import Holders, unprotected
+from memckpt.reports import RestoreReport
+
+
+def first_lines(parts: Parts, layout: Layout, holders: Holders, report: RestoreReport) -> list[str]:
+    """Describe ranks, memory, protection and where training begins. Local.
+
+    Parameters
+    ----------
+    holders : tuple of tuple of int
+        Ranks that hold the replicas of each rank.
+    """
+    session = parts.session
+    nodes = sorted({place.node for place in session.places})
+    need = needs(parts, [layout.file_nbytes] * session.world)
+    background = "in the background" if parts.engine_comm.concurrent else "by the training thread (no thread support)"
+    return [
+        f"memckpt: run {parts.run!r}, {_count(session.world, 'rank')} on {_count(len(nodes), 'node')} over "
+        f"{session.comm.name}; saves every {_count(parts.options.every, 'step')}, replicated {background}",
+        f"memckpt: {format_nbytes(layout.file_nbytes)} per rank; slots of up to {format_nbytes(need[0].slot_nbytes)} per rank, "
+        f"{format_nbytes(sum(n.slot_nbytes for n in need))} on this node, in {parts.arena.path}",
+        "memckpt: " + _survives(parts, holders),
+        "memckpt: " + _begins(report),
+    ]
+
+
+def _survives(parts: Parts, holders: Holders) -> str:
+    """What may be lost, in words."""
+    session = parts.session
+    if session.copies == 0:
+        return "survives the loss of a process: yes; of a node: no, there are no replicas"
+    bare = unprotected([place.path for place in session.places], holders)
+    if not bare:
+        return f"survives the loss of a process: yes; of a node: yes (Mirror({session.copies})), once protected"
+    if len(bare) == session.world:
+        return "survives the loss of a process: yes; of a node: NO, every replica lies on the owner's own node"
+    ranks = ", ".join(map(str, bare[:8])) + (" ..." if len(bare) > 8 else "")
+    return f"survives the loss of a process: yes; of a node: NOT for ranks {ranks}, whose replicas lie on their own node"
+
+
+def _begins(report: RestoreReport) -> str:
+    if report.source == "none":
+        return f"starts at step 0, generation {report.generation}; not protected until the first commit"
+    seconds = sum(report.seconds.values())
+    protected = "protected" if report.protected else "its replicas are being rebuilt"
+    return (
+        f"continues from step {report.step}, generation {report.generation}, out of memory ({report.source}), "
+        f"{format_nbytes(report.nbytes)} in {seconds:.2f} s; {protected}"
+    )
+
+
+def _count(n: int, word: str) -> str:
+    return f"{n} {word}" if n == 1 else f"{n} {word}s"
+

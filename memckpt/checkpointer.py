@@ -1,0 +1,416 @@
+"""The facade: `Checkpointer`."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Literal
+
+from memckpt import assembly, recover
+from memckpt.banner import first_lines
+from memckpt.capture import Capture
+from memckpt.decide import Decisions
+from memckpt.errors import Closed, MemckptError, PeerLost, UsageError
+from memckpt.options import Options
+from memckpt.redundancy import Mirror
+from memckpt.reports import RestoreReport, Stats
+from memckpt.saving import Saving, Tally
+
+_DRAIN_AFTER_ERROR_S = 5.0
+
+
+class Checkpointer:
+    """Keeps the state of a training run in this node's memory and in its buddies'. Collective over `comm`.
+
+    Parameters
+    ----------
+    states : mapping of str to object
+        What to save: modules, optimizers, anything with ``state_dict`` and ``load_state_dict``, tensors, plain dicts and lists.
+        The random number generators of this rank are added under the name "rng".
+    name : str
+        The run. A restarted run of that name finds its own snapshots again.
+    every : int
+        Save each step that is a multiple of it.
+    redundancy : "auto" or Mirror
+        "auto" is one replica on another node, where there is another rank.
+    persist : None
+        Reserved for the durable tier; anything else raises.
+    comm : optional
+        `memckpt.comm.Communicator` or mpi4py communicator. None: that of `memckpt.run`, MPI under mpirun, else one rank.
+    fresh : {"auto", True, False}
+        "auto": start at step 0 where no earlier memory is there, but raise where this is known to be a restart. True: start over
+        although there is memory. False: raise if there is none.
+    on_error : {"warn", "raise"}
+        What a save that did not commit does at the next call. A lost peer always raises.
+    on_busy : {"skip", "wait"}
+        What to do when a save falls due while the last one is under way; skipped ones are counted in `stats()`.
+    deadline : float
+        Seconds to wait for a peer that shows no sign of life.
+    bandwidth : float, optional
+        Bytes per second that this rank may send for replication.
+    max_unprotected : int, optional
+        Steps that may be taken after a restore before every replica is there again; then `step` waits.
+    allow_pickle : bool
+        Save plain objects of types that the typed tree has no form for, with pickle; needed again to restore them.
+    quiet : bool
+        Do not print the first lines.
+
+    Raises
+    ------
+    UsageError
+        An option is not valid, or ranks were given different ones.
+    StateError
+        Something in `states` cannot be saved.
+    RunInUse, ForeignMemory
+        The run's memory on this node is not ours to use.
+
+    Notes
+    -----
+    All methods belong to the training thread. `step`, `restore`, `steps` and `close` are collective: every rank calls them in
+    the same order. Source of the protocol: ``docs/architecture.md``.
+    """
+
+    def __init__(
+        self,
+        states: Mapping[str, object],
+        *,
+        name: str,
+        every: int = 1,
+        redundancy: Mirror | Literal["auto"] = "auto",
+        persist: None = None,
+        comm: Any = None,
+        fresh: bool | Literal["auto"] = "auto",
+        on_error: Literal["warn", "raise"] = "warn",
+        on_busy: Literal["skip", "wait"] = "skip",
+        deadline: float = 600.0,
+        bandwidth: float | None = None,
+        max_unprotected: int | None = None,
+        allow_pickle: bool = False,
+        quiet: bool = False,
+    ) -> None:
+        if persist is not None:
+            raise UsageError("persist: the durable tier is not part of this version; leave it out", run=name)
+        options = Options(every, fresh, on_error, on_busy, deadline, max_unprotected, bandwidth)
+        self._closed = True  # until everything below is there
+        self._parts = parts = assembly.open_parts(
+            states, name=name, options=options, redundancy=redundancy, comm=comm, allow_pickle=allow_pickle
+        )
+        session = parts.session
+        self._options = options
+        self._quiet = quiet
+        self._capture = Capture(
+            parts.state, run=parts.run, shard=session.rank, world=session.world, threads=parts.session.threads
+        )
+        self._decisions = Decisions(parts.decide_comm, run=parts.run, deadline_s=deadline)
+        self._saving: Saving | None = None
+        self._report: RestoreReport | None = None
+        self._tally = Tally()
+        self._last_step = 0
+        self._stepped = False
+        self._fired: list[object] = []
+        self._hooks = [opt.register_step_pre_hook(self._make_hook()) for opt in parts.state.optimizers]
+        self._closed = False
+        self._at_exit = _abandon_at_exit(weakref.ref(self))
+        if parts.context is not None:
+            parts.context.register(self)
+
+    # -- restore ------------------------------------------------------------------------------------------------------------
+
+    def restore(self, step: int | None = None, require: bool = False) -> RestoreReport:
+        """Bring the newest step that every rank can have back into the live state. Collective.
+
+        Parameters
+        ----------
+        step : int, optional
+            Exactly this one; steps newer than it become a history that was left.
+        require : bool
+            Raise where nothing is there, in place of starting at step 0.
+
+        Returns
+        -------
+        RestoreReport
+            With `step` 0 and source "none" where nothing was there.
+
+        Raises
+        ------
+        NothingToRestore
+            `step` is not there (the message lists what is), or nothing is and it was required or this is a restart.
+        LayoutMismatch
+            The snapshot does not fit the live state; nothing was changed.
+        StateDamaged
+            The live state was overwritten in part and no good copy is left.
+        BudgetError
+            The snapshots would not fit into memory; nothing was changed.
+        PeerLost, DeadlineExceeded
+        """
+        self._check_open()
+        parts = self._parts
+        with self._losing_peers():
+            self._end_generation()
+            assembly.check_budget(parts, self._capture.plan().file_nbytes + parts.state.predicted_nbytes())
+            return self._begin_generation(
+                recover.recover(
+                    parts.session,
+                    parts.state,
+                    wanted_step=step,
+                    require=require or assembly.must_find(parts),
+                    start_over=self._options.fresh is True and step is None and self._report is None,
+                )
+            )
+
+    def _begin_generation(self, recovery: recover.Recovery) -> RestoreReport:
+        """Divide the slots, start the engine, protect the base again."""
+        parts = self._parts
+        base = recovery.base
+        seq = self._saving.seq if self._saving is not None else 0
+        parts.lock.update(recovery.generation)
+        self._saving = Saving(parts, self._capture, self._decisions, recovery, self._tally, seq)
+        self._last_step = base.step if base is not None else 0
+        self._stepped = False
+        self._tally.set(step=self._last_step)
+        self._report = RestoreReport(
+            step=self._last_step,
+            generation=recovery.generation.counter,
+            sources=tuple(recovery.sources),
+            nbytes=recovery.nbytes,
+            seconds=dict(recovery.seconds),
+            rejected=tuple(recovery.rejected),
+            protected=base is not None and not recovery.rebuild,
+        )
+        if not self._quiet and parts.session.rank == 0:
+            print(*first_lines(parts, self._capture.plan(), recovery.holders, self._report), sep="\n", file=sys.stderr)
+        return self._report
+
+    def _end_generation(self) -> None:
+        """Before a restore: end what is under way and let go of the slots."""
+        if self._saving is not None:
+            self._capture.settle()
+            self._saving.wait_for_outcome()
+            self._saving.stop(self._options.deadline_s)
+
+    def _begin_without_restore(self) -> None:
+        parts = self._parts
+        assembly.check_budget(parts, self._capture.plan().file_nbytes)
+        start_over = self._options.fresh is True
+        self._begin_generation(
+            recover.recover(
+                parts.session, parts.state, require=False, start_over=start_over, refuse_existing=not start_over
+            )
+        )
+
+    # -- saving -------------------------------------------------------------------------------------------------------------
+
+    def step(self, n: int) -> None:
+        """Say that `n` optimizer steps are completed; saves if one is due. Collective, at each step on each rank.
+
+        The state may be changed again as soon as an optimizer's step begins (it waits for the copy by itself); before anything
+        else changes parameters or optimizer state, call `fence`.
+
+        Raises
+        ------
+        UsageError
+            `n` is not the last step plus one, or memory of this run exists and `restore` was not called.
+        StepMismatch
+            Ranks are at different steps.
+        SaveFailed
+            With ``on_error="raise"``, where an earlier save did not commit.
+        PeerLost, DeadlineExceeded
+            A peer is gone; what was under way is in doubt, and memory stays as it is for a recovery.
+        """
+        started = time.monotonic()
+        self._check_open()
+        with self._losing_peers():
+            if self._saving is None:
+                self._begin_without_restore()
+            saving = self._saving
+            assert saving is not None
+            saving.engine.pump()
+            self._capture.settle()
+            saving.raise_failure()
+            expected = self._last_step + 1
+            saving.at(n, self._fired if self._stepped else ())
+        self._last_step, self._stepped, self._fired = n, True, []
+        blocked_s = time.monotonic() - started
+        self._tally.set(step=n, last_blocked_s=blocked_s)
+        self._tally.add(blocked_s=blocked_s)
+        if n != expected:
+            raise UsageError(f"step({n}) after step {expected - 1}: steps are counted one by one", run=self._parts.run)
+        saving.report_failed()
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Restore, then yield the indices of the steps still to do, and call `step` after each. Collective.
+
+        Parameters
+        ----------
+        total : int
+            Optimizer steps of the whole run.
+
+        Yields
+        ------
+        int
+            Index of the step to do now: 0 for the first of the run.
+        """
+        report = self.restore() if self._report is None else self._report
+        for index in range(max(report.step, self._last_step), total):
+            yield index
+            self.step(index + 1)
+
+    def fence(self) -> None:
+        """Wait until the state may be changed: the copy behind training is done. Local."""
+        started = time.monotonic()
+        self._capture.fence()
+        if self._saving is not None:
+            self._saving.engine.pump()
+        blocked_s = time.monotonic() - started
+        self._tally.add(blocked_s=blocked_s, last_blocked_s=blocked_s)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the last save has ended on this rank. Local, but ends only when the other ranks reach their fences, too.
+
+        Parameters
+        ----------
+        timeout_s : float, optional
+            Default: the deadline.
+
+        Returns
+        -------
+        bool
+            False when time ran out and the save goes on.
+
+        Raises
+        ------
+        SaveFailed, PeerLost, DeadlineExceeded
+            As `step`.
+        """
+        self._check_open()
+        self._capture.settle()
+        if self._saving is None:
+            return True
+        self._saving.engine.hurry()
+        done = self._saving.engine.wait(self._options.deadline_s if timeout_s is None else timeout_s)
+        self._saving.raise_failure()
+        self._saving.report_failed()
+        return done
+
+    def stats(self) -> Stats:
+        """Counters up to now. Local."""
+        stats = self._tally.snapshot()
+        if self._saving is not None:
+            stats.memory_nbytes = self._saving.pool.nbytes()
+            stats.populate_s = self._saving.pool.populate_s
+        return stats
+
+    # -- the end ------------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+            return
+        # Everything stays for a recovery; what was accepted gets a short time to be committed if the peers are there.
+        with contextlib.suppress(MemckptError):
+            if not isinstance(error, PeerLost) and not self._closed and self._saving is not None:
+                self._capture.settle()
+                self._saving.engine.hurry()
+                self._saving.engine.wait(min(_DRAIN_AFTER_ERROR_S, self._options.deadline_s))
+        self.abandon()
+
+    def close(self, keep: bool = False) -> None:
+        """Finish the last save, agree with all ranks that the run is over, and give the memory back. Collective, idempotent.
+
+        Parameters
+        ----------
+        keep : bool
+            Leave the memory, marked as finished; a later run of the same name can restore it.
+
+        Raises
+        ------
+        SaveFailed, PeerLost, DeadlineExceeded
+            The end was not agreed by all; memory stays as it is.
+        """
+        if self._closed:
+            return
+        saving = self._saving
+        try:
+            self._capture.settle()
+            if saving is not None:
+                saving.wait_for_outcome()
+                saving.leave()
+        except BaseException:
+            self.abandon()
+            raise
+        self._shut(remove=not keep and saving is not None, finished=keep, abort=False)
+        if saving is not None:
+            saving.report_failed()
+
+    def abandon(self) -> None:
+        """Let go of everything without agreement: thread, hooks, lock. Memory stays as it is. Local, idempotent."""
+        if not self._closed:
+            self._shut(remove=False, finished=False, abort=True)
+
+    def interrupt(self, error: PeerLost) -> None:
+        """A peer is known to be lost: end every wait of this Checkpointer. From any thread; idempotent. Local."""
+        if self._saving is not None:
+            self._saving.engine.fail(error)
+        self._parts.break_off()
+
+    def _shut(self, *, remove: bool, finished: bool, abort: bool) -> None:
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self._saving is not None:
+            self._saving.stop(_DRAIN_AFTER_ERROR_S)
+        if abort:
+            self._parts.break_off()
+        assembly.close_parts(self._parts, remove=remove, finished=finished)
+
+    @contextlib.contextmanager
+    def _losing_peers(self) -> Iterator[None]:
+        """A lost peer seen by the training thread: nobody may go on waiting for this rank."""
+        try:
+            yield
+        except PeerLost as error:
+            self.interrupt(error)
+            if self._parts.context is not None:
+                self._parts.context.on_failure(error)
+            raise
+
+    # -- inside -------------------------------------------------------------------------------------------------------------
+
+    def _make_hook(self) -> Callable[..., None]:
+        me = weakref.ref(self)
+
+        def before_optimizer_step(optimizer: object, args: object, kwargs: object) -> None:
+            checkpointer = me()
+            if checkpointer is not None:
+                checkpointer.fence()
+                checkpointer._fired.append(optimizer)
+
+        return before_optimizer_step
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("this Checkpointer is closed", run=self._parts.run)
+
+
+def _abandon_at_exit(me: weakref.ref[Checkpointer]) -> Callable[[], None]:
+    """Interpreter exit without `close`: end the thread before MPI is finalized under it."""
+
+    def abandon() -> None:
+        checkpointer = me()
+        if checkpointer is not None:
+            checkpointer.abandon()
+
+    atexit.register(abandon)
+    return abandon

@@ -1,0 +1,5 @@
+"""Schemes that keep a shard when its node is lost."""
+
+from memckpt.redundancy.mirror import Mirror
+
+__all__ = ["Mirror"]
