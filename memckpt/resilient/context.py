@@ -1,0 +1,193 @@
+"""What `train` gets: its rank, its communicators, and the record of what has happened."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any, Protocol
+
+from memckpt.comm.base import Communicator
+from memckpt.errors import PeerLost
+from memckpt.resilient import groups, world
+from memckpt.resilient.roster import Loss
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class Abandonable(Protocol):
+    """What a Checkpointer is to `run`."""
+
+    def abandon(self) -> None:
+        """Stop the thread, remove the hooks, drop the lock; talk to no peer; keep the memory."""
+
+
+class Failure:
+    """One interruption of training, as the survivors know it.
+
+    Attributes
+    ----------
+    generation : int
+        The generation that it ended.
+    lost : tuple of Loss
+        Logical ranks whose process was lost, with their node; empty when all are alive.
+    reason : str
+        What a survivor's training raised.
+    seen : float
+        Wall clock, seconds since the epoch, at which this process saw it.
+    """
+
+    def __init__(self, generation: int, lost: tuple[Loss, ...], reason: str, seen: float) -> None:
+        self.generation, self.lost, self.reason, self.seen = generation, lost, reason, seen
+
+    def __repr__(self) -> str:
+        ranks = ", ".join(f"{loss.logical} ({loss.place.node})" for loss in self.lost) or "none"
+        return f"Failure(generation={self.generation}, lost=[{ranks}], reason={self.reason!r})"
+
+
+class Context:
+    """One generation of training, as one active rank sees it.
+
+    Attributes
+    ----------
+    rank, world : int
+        Logical rank and number of active ranks; a lost rank's number goes to its successor.
+    comm : mpi4py.MPI.Intracomm
+        The active ranks; revoked when a peer is lost, so that calls on it raise. It and what `split` gives are the only communicators
+        that may be used in `train`: others would not wake a waiting rank.
+    generation : int
+        Rises with every regrouping.
+    failures : list of Failure
+        What has happened so far, oldest first.
+    timeline : dict of str to float
+        Of the regrouping that led here. Wall clock, seconds since the epoch: "seen", "left", "gathered", "entered". Seconds: "leave" (until the
+        training thread came back), "gather" (until all survivors did), "shrink", "exchange", "split", "agree", and "regroup", the sum of
+        all after the gathering, revoke included. Empty at the start.
+    resilient : bool
+        Whether a lost peer leads back here; False without ULFM.
+    had_commit : bool
+        Some rank reported progress in an earlier generation of this job, so there must be something to restore.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        generation: int,
+        failures: list[Failure],
+        timeline: dict[str, float],
+        *,
+        members: world.World | None,
+        deadline_s: float,
+    ) -> None:
+        self.comm = comm
+        self.rank, self.world = comm.Get_rank(), comm.Get_size()
+        self.generation = generation
+        self.failures = failures
+        self.timeline = timeline
+        self.resilient = members is not None
+        self.had_commit = False
+        self.done = -1
+        self._members = members
+        self._deadline_s = deadline_s
+        self._listeners = groups.listeners()
+        self._splits: list[MPI.Intracomm] = []
+        self._checkpointers: weakref.WeakSet[Abandonable] = weakref.WeakSet()
+        self._trip_guard = threading.Lock()
+        self._seen: float | None = None
+        self._made_group = False
+        self.lost = threading.Event()
+
+    @property
+    def seen(self) -> float | None:
+        """Wall clock at which the loss of a peer was seen here; None while all is well."""
+        return self._seen
+
+    def split(self, color: int, key: int = 0) -> Any:
+        """Like ``comm.Split``, for a part that is revoked with this generation. Collective over `comm`.
+
+        Raises
+        ------
+        PeerLost
+            A peer is gone.
+        """
+        part = world.split_with_care(self.comm, color, key, self._deadline_s, self.lost.is_set)
+        with self._trip_guard:
+            if part:  # not COMM_NULL
+                self._splits.append(part)
+            late = self._seen is not None
+        if late:
+            world.revoke(part)
+        return part
+
+    def init_process_group(self, backend: str = "gloo", *, timeout_s: float = 600.0, **options: Any) -> None:
+        """``torch.distributed.init_process_group`` for the active ranks, new in each generation and destroyed with it. Collective.
+
+        Parameters
+        ----------
+        backend : str
+            "gloo", "nccl", or what else torch knows.
+        timeout_s : float
+            For its collectives. A lost peer is noticed long before.
+        **options
+            For torch: ``device_id``, ``pg_options``.
+
+        Raises
+        ------
+        UsageError
+            There is a default process group already.
+        PeerLost
+            A peer is gone.
+        """
+        groups.init(self.comm, backend, self.generation, timeout_s, options)
+        self._made_group = True
+
+    def communicator(self) -> Communicator:
+        """The active ranks as a Communicator for a Checkpointer. Collective over `comm`."""
+        from memckpt.comm.mpi import MPIComm
+
+        return MPIComm(self.comm)
+
+    def register(self, checkpointer: Abandonable) -> None:
+        """Remember, weakly, a Checkpointer to abandon when this generation ends by a failure. Local."""
+        self._checkpointers.add(checkpointer)
+
+    def progress(self, step: int) -> None:
+        """Say that `step` steps are done; `run` gives up when failures repeat without any. Local."""
+        self.done = max(self.done, step)
+
+    def on_commit(self, step: int) -> None:
+        """A Checkpointer committed `step`, which is progress; called from any thread. Local."""
+        self.progress(step)
+
+    def check(self) -> None:
+        """Raise PeerLost when a peer is known to be gone: for loops that do not communicate. Local."""
+        if self._seen is not None:
+            raise PeerLost("a peer is gone; this generation has ended", rank=self.rank)
+
+    def on_failure(self, error: BaseException | str) -> None:
+        """End this generation: revoke its communicators and break its process groups, so that a waiting training thread comes back.
+
+        Called by whoever sees that a peer is gone, from any thread; idempotent. Local, and every other rank is told.
+        """
+        with self._trip_guard:
+            if self._seen is not None:
+                return
+            self._seen = time.time()
+            splits = list(self._splits)
+        self.lost.set()
+        if self._members is None:
+            return
+        self._members.revoke()
+        world.revoke(self.comm)
+        for part in splits:
+            world.revoke(part)
+        groups.abort(self._listeners)
+
+    def retire(self, *, failed: bool) -> None:
+        """Let go of what belongs to this generation; called by `run` when no thread is in `train` any more. Local."""
+        for checkpointer in list(self._checkpointers):
+            if failed:
+                checkpointer.abandon()
+        if failed or self._made_group:
+            groups.destroy()
