@@ -1,4 +1,4 @@
-"""One process, a loop of one's own. Kill it at any time and start it again: it goes on, and ends with the same parameters.
+"""One process, a loop of one's own. Kill it at any time and start it again: it ends with the same parameters.
 
 python examples/plain_loop.py --steps 200
 """
