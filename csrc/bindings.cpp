@@ -11,11 +11,13 @@
 #include <algorithm>
 #include <cerrno>
 #include <cmath>
+#include <cstring>
 #include <optional>
 
 #include "copy.hpp"
 #include "crc32c.hpp"
 #include "error.hpp"
+#include "plain_copy.hpp"
 
 namespace py = pybind11;
 using namespace memckpt;
@@ -171,12 +173,42 @@ void release_buffer(PyObject* self, Py_buffer*) {
 
 // ------------------------------------------------------------------------------------------------ first_change
 
+// With tens of thousands of tensors the time goes into cache misses, one after the other: method, tensor, what the tensor
+// points to. So they are asked for some calls ahead. A prefetch never faults, whatever the address.
+constexpr std::size_t kLookAhead = 8;
+
+void prefetch_method(const py::list& methods, std::size_t i) {
+    __builtin_prefetch(PyList_GET_ITEM(methods.ptr(), static_cast<Py_ssize_t>(i)));
+}
+
+void prefetch_owner(const py::list& methods, std::size_t i) {
+    PyObject* method = PyList_GET_ITEM(methods.ptr(), static_cast<Py_ssize_t>(i));
+    if (PyCFunction_CheckExact(method)) __builtin_prefetch(PyCFunction_GET_SELF(method));
+}
+
+void prefetch_body(const py::list& methods, std::size_t i) {
+    PyObject* method = PyList_GET_ITEM(methods.ptr(), static_cast<Py_ssize_t>(i));
+    if (!PyCFunction_CheckExact(method)) return;
+    PyObject* self = PyCFunction_GET_SELF(method);
+    if (self == nullptr || Py_TYPE(self)->tp_basicsize < static_cast<Py_ssize_t>(sizeof(PyObject) + 2 * sizeof(void*))) return;
+    void* fields[2];
+    std::memcpy(fields, reinterpret_cast<const char*>(self) + sizeof(PyObject), sizeof fields);
+    for (void* field : fields)
+        for (std::size_t k = 0; k < 192; k += 64) __builtin_prefetch(static_cast<const char*>(field) + k);
+}
+
 std::int64_t first_change(const py::list& address_methods, const py::list& size_methods, const py::handle& addresses,
                           const py::handle& sizes) {
     const auto a = vector_of<std::uint64_t>(addresses, "addresses"), s = vector_of<std::uint64_t>(sizes, "sizes");
     const auto differs = [](const py::list& methods, std::size_t i, std::uint64_t expected) {
         // The call may run Python code that changes the list: take a reference, and look at the length each time.
-        if (i >= methods.size()) throw std::invalid_argument("the list of methods changed while it was read");
+        const std::size_t n = methods.size();
+        if (i >= n) throw std::invalid_argument("the list of methods changed while it was read");
+        if (i + 3 * kLookAhead < n) {
+            prefetch_method(methods, i + 3 * kLookAhead);
+            prefetch_owner(methods, i + 2 * kLookAhead);
+            prefetch_body(methods, i + kLookAhead);
+        }
         const auto method = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(methods.ptr(), static_cast<Py_ssize_t>(i)));
         const auto result = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(method.ptr()));
         if (!result) throw py::error_already_set();
@@ -373,6 +405,25 @@ PYBIND11_MODULE(_native, m) {
         features["path"] = kernels().name;
         return features;
     });
+    m.def(
+        "plain_copy",
+        [](const Memory& target, std::uint64_t offset, const py::object& source_buffer, const std::string& mode,
+           std::int64_t threads) {
+            const Bytes source(source_buffer);
+            const unsigned n = thread_count(threads);
+            Use use(target);
+            if (!target->writable()) throw std::invalid_argument("the target is mapped read-only");
+            if (offset > target->nbytes() || source.size() > target->nbytes() - offset)
+                throw std::invalid_argument("the source does not fit behind the offset");
+            unsigned char* to = target->data() + offset;
+            const auto* from = static_cast<const unsigned char*>(source.data());
+            if (source.size() != 0 && from < to + source.size() && to < from + source.size())
+                throw std::invalid_argument("source and target overlap");
+            const CopyMode how = copy_mode(mode);
+            const py::gil_scoped_release release;
+            plain_copy(to, from, source.size(), how, n);
+        },
+        py::arg("target").none(false), "offset"_a, "source_buffer"_a, "mode"_a, "threads"_a = 2);
     m.def("select_cpu_path", &select_kernels, "name"_a);
     m.def("shutdown_pool", &shutdown_pool, py::call_guard<py::gil_scoped_release>());
     m.def("pool_threads", &pool_threads);

@@ -20,6 +20,7 @@ static_assert(kChunk % kUnit == 0);
 // Pieces below kSmall go through a buffer that stays in the first-level cache: the copy loops like long runs.
 constexpr std::size_t kSmall = 8192;
 constexpr std::size_t kRun = 16384;
+constexpr std::size_t kPrefetch = 256;
 
 std::size_t ceil_div(std::uint64_t a, std::uint64_t b) noexcept { return static_cast<std::size_t>((a + b - 1) / b); }
 
@@ -142,8 +143,11 @@ private:
             std::uint64_t part = std::min(to, pieces_.end(i)) - at;
             const void* source = pointer(pieces_.address[i] + (at - pieces_.offset[i]));
             if (part < kSmall) {
+                // The next piece is somewhere else in memory: where it starts is fetched while this one is copied.
                 std::size_t filled = 0;
                 while (filled + part <= kRun) {
+                    if (i + 1 < pieces_.size())
+                        for (std::size_t k = 0; k < kPrefetch; k += 64) __builtin_prefetch(static_cast<const char*>(pointer(pieces_.address[i + 1])) + k);
                     std::memcpy(buffer + filled, pointer(pieces_.address[i] + (at + filled - pieces_.offset[i])), part);
                     filled += part;
                     while (i < pieces_.size() && pieces_.end(i) <= at + filled) ++i;
@@ -184,26 +188,27 @@ private:
             const std::uint64_t begin = std::max(from, pieces_.offset[i]), end = std::min(to, pieces_.end(i));
             if (end <= begin) continue;
             auto* target = const_cast<void*>(pointer(pieces_.address[i] + (begin - pieces_.offset[i])));
-            if (begin == at && end - begin >= kSmall) {
-                state = kernels_.copy_crc(state, target, base_ + begin, end - begin);
-                at = end;
-                continue;
-            }
             if (begin > at) {
                 state = kernels_.crc(state, base_ + at, begin - at);
                 at = begin;
-                --i;  // now it begins where the checksum stands
+            }
+            if (end - begin >= kSmall) {
+                const std::uint64_t known = std::min(end, at);  // an alias: these bytes are in the checksum already
+                kernels_.copy(target, base_ + begin, known - begin);
+                state = kernels_.copy_crc(state, static_cast<unsigned char*>(target) + (known - begin), base_ + known, end - known);
+                at = std::max(at, end);
                 continue;
             }
-            if (end > at) {  // small: checksum a whole run first, the bytes are then in the first-level cache
-                const std::uint64_t run = std::min(to, std::max(end, at + kRun));
+            if (end > at) {  // checksum a whole run of small pieces first: their bytes are then in the first-level cache
+                std::uint64_t run = end;
+                for (std::size_t j = i + 1; j < pieces_.size() && pieces_.offset[j] <= run && run - at < kRun; ++j) {
+                    if (pieces_.nbytes[j] >= kSmall) break;
+                    run = std::min(to, std::max(run, pieces_.end(j)));
+                }
                 state = kernels_.crc(state, base_ + at, run - at);
                 at = run;
             }
-            if (end - begin >= kSmall)
-                kernels_.copy(target, base_ + begin, end - begin);
-            else
-                std::memcpy(target, base_ + begin, end - begin);
+            std::memcpy(target, base_ + begin, end - begin);
         }
         return crc32c::finish(kernels_.crc(state, base_ + at, to - at));
     }

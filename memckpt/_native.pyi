@@ -1,7 +1,8 @@
 """The native engine: copy, checksum, shared memory. It sees addresses and sizes, no tensors.
 
 All sizes and offsets are in bytes. Arrays must be one-dimensional, contiguous and of exactly the dtype named; they are
-taken over by value. Wrong arguments raise ValueError or TypeError and do nothing. Everything long releases the GIL. Local.
+taken over by value. Wrong arguments raise ValueError or TypeError and do nothing. Everything long releases the GIL.
+Local.
 """
 
 from collections.abc import Callable
@@ -111,7 +112,7 @@ def audit(
     chunks: npt.NDArray[np.int64] | None = None,
     threads: int = 2,
 ) -> npt.NDArray[np.int64]:
-    """Compare the sources with the bytes in the file, in the given chunks (None: all); indices of pieces that differ."""
+    """Indices of pieces whose source differs from the bytes in the file, in the given chunks (None: all)."""
 
 def crc_sources(
     sources: npt.NDArray[np.uint64],
@@ -122,7 +123,7 @@ def crc_sources(
     chunks: npt.NDArray[np.int64] | None = None,
     threads: int = 2,
 ) -> npt.NDArray[np.uint32]:
-    """CRC-32C that the given chunks (None: all) would have if they were gathered now; bytes without a piece from `base`."""
+    """CRC-32C that the given chunks (None: all) would have if gathered now; bytes without a piece from `base`."""
 
 def crc32c(buffer: Buffer, seed: int = 0) -> int:
     """CRC-32C (Castagnoli) of a contiguous buffer; `seed` is the CRC of what came before."""
@@ -137,6 +138,13 @@ def first_change(
     sizes: npt.NDArray[np.uint64],
 ) -> int:
     """Call the methods in order; index of the first whose result is not the expected one, -1 when there is none."""
+
+def plain_copy(target: SharedMemory, offset: int, source_buffer: Buffer, mode: str, threads: int = 2) -> None:
+    """The limit that benchmarks measure against: one contiguous part for each thread, no checksum.
+
+    ``mode`` is ``memcpy`` (the C library's), ``stream`` (non-temporal stores of the path in use) or ``string``
+    (``rep movsb``).
+    """
 
 def cpu_features() -> dict[str, object]:
     """Presence of each feature the kernels look for, ``paths`` that can run here, and the ``path`` in use."""

@@ -22,8 +22,8 @@ from memckpt import _native, faults, fence, files, lock, process
 from memckpt.errors import BudgetError, ForeignMemory, RunInUse, UsageError
 from memckpt.lock import ProcessLock
 from memckpt.process import ProcessInfo
-from memckpt.seal import Generation
-from memckpt.slotfile import DATA, SEAL, Found, Slot, data_path, examine, seal_path, slot_of
+from memckpt.seal import Generation, Seal
+from memckpt.slotfile import DATA, SEAL, Found, Slot, data_path, examine, read_seal, seal_path, slot_of
 
 DEFAULT_BASE = "/dev/shm"
 _FINISHED, _IDENTITY, _PROCS = "finished", "run.json", "procs"
@@ -325,6 +325,14 @@ class Arena:
         Reads only; files may vanish or change meanwhile. Chunk checksums are not read here.
         """
         return [found for name in self._slot_names() if (found := self.find(name)) is not None]
+
+    def data_path(self, name: str) -> str:
+        """Path of a slot's bytes. Local."""
+        return data_path(self._dir, name)
+
+    def read_seal(self, name: str) -> Seal | None:
+        """A slot's seal by itself, not compared with the file; see `Slot.read_seal`. Local."""
+        return read_seal(seal_path(self._dir, name))
 
     def slots_nbytes(self) -> int:
         """Bytes of every slot file of the run on this node, sealed or not. Local."""

@@ -25,6 +25,8 @@ from memckpt.state import RNG, State
 from memckpt.surroundings import Surroundings
 
 _COPY_THREADS = 4
+_SCALAR_NBYTES = 256  # a step counter and its place in the header
+_STATE_TENSORS = {"adagrad": 1, "rmsprop": 1, "rprop": 2, "asgd": 1, "adafactor": 0, "muon": 1}  # others: 2, as Adam
 _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "MEMCKPT_RESTART_COUNT")
 
 
@@ -218,6 +220,19 @@ def check_budget(parts: Parts, shard_nbytes: int) -> None:
             raise BudgetError(
                 refusal.message, needed=refusal.needed, free=refusal.free, run=parts.run, path=refusal.path
             )
+
+
+def predicted_nbytes(state: State) -> int:
+    """Bytes that optimizers which have not stepped yet will add to the state. Local; an estimate, by kind of optimizer."""
+    total = 0
+    for optimizer in state.optimizers:
+        for group in optimizer.param_groups:
+            per_parameter = _STATE_TENSORS.get(type(optimizer).__name__.lower(), 2)
+            if type(optimizer).__name__ == "SGD":
+                per_parameter = 1 if group["momentum"] else 0
+            fresh = (p for p in group["params"] if p.requires_grad and p not in optimizer.state)
+            total += sum(p.nbytes * per_parameter + _SCALAR_NBYTES for p in fresh)
+    return total
 
 
 class _Refusal(msgspec.Struct, frozen=True):

@@ -152,7 +152,7 @@ class Checkpointer:
         parts = self._parts
         with self._losing_peers():
             self._end_generation()
-            assembly.check_budget(parts, self._capture.plan().file_nbytes + parts.state.predicted_nbytes())
+            assembly.check_budget(parts, self._capture.plan().file_nbytes + assembly.predicted_nbytes(parts.state))
             return self._begin_generation(
                 recover.recover(
                     parts.session,
@@ -195,7 +195,7 @@ class Checkpointer:
 
     def _begin_without_restore(self) -> None:
         parts = self._parts
-        assembly.check_budget(parts, self._capture.plan().file_nbytes)
+        assembly.check_budget(parts, self._capture.plan().file_nbytes + assembly.predicted_nbytes(parts.state))
         start_over = self._options.fresh is True
         self._begin_generation(
             recover.recover(

@@ -13,6 +13,7 @@ from memckpt.seal import Base, Generation
 if TYPE_CHECKING:
     from memckpt.arena import Found
 
+CHUNK_NBYTES = 4 << 20
 _REASON_LENGTH = 200
 
 
@@ -59,7 +60,7 @@ class Item(msgspec.Struct, frozen=True):
     sealed : Sealed or None
         What it holds; None when that is no snapshot of this run.
     reason : str or None
-        Why it is none.
+        Why it is none, where that is more than a missing seal.
     """
 
     slot: str
@@ -77,20 +78,27 @@ class Listing(msgspec.Struct, frozen=True):
 
 
 def list_node(node: str, found: Iterable[Found], *, run: str, job: str, newest: int = 0) -> Listing:
-    """Describe the slots found on a node, in the order of their names. Local, pure."""
+    """Describe the slots found on a node, in the order of their names. Local, pure.
+
+    What is not a file of ours is left out: nobody may write it.
+    """
     items = []
     for f in sorted(found, key=lambda f: f.slot):
         seal, reason = f.seal, f.reason
+        if f.nbytes == 0:
+            continue
         if seal is None:
-            reason = reason or "no seal"
+            reason = None if reason == "no seal" else reason
         elif (seal.run, seal.job) != (run, job):
             reason = f"sealed by run {seal.run!r} of job {seal.job!r}"
         elif seal.nbytes != f.nbytes:
             reason = f"the slot has {f.nbytes} bytes, its seal says {seal.nbytes}"
         elif not 0 <= seal.shard < seal.world:
             reason = f"shard {seal.shard} of a world of {seal.world}"
+        elif seal.chunk_nbytes != CHUNK_NBYTES:
+            reason = f"checksums of chunks of {seal.chunk_nbytes} bytes"
         if seal is None or reason is not None:
-            items.append(Item(f.slot, f.nbytes, reason=(reason or "")[:_REASON_LENGTH]))
+            items.append(Item(f.slot, f.nbytes, reason=reason[:_REASON_LENGTH] if reason else None))
             continue
         sealed = Sealed(seal.shard, seal.world, seal.generation, seal.base, seal.step, seal.layout)
         items.append(Item(f.slot, f.nbytes, sealed))

@@ -31,9 +31,12 @@ class Known:
         self.copies: dict[Base, dict[int, list[tuple[str, Item]]]] = {}
         self._worlds: dict[Base, set[int]] = {}
         self._grew_from: dict[Generation, Base | None] = {}
+        self._broken: list[str] = []
         for listing in listings:
             for item in listing.items:
                 if item.sealed is None:
+                    if item.reason:
+                        self._broken.append(f"slot {item.slot} on {listing.node}: {item.reason}")
                     continue
                 s = item.sealed
                 self.seals.append(s)
@@ -71,6 +74,7 @@ class Known:
         return [c for c in self.complete if c.step <= limits.get(c.generation, -1)]
 
     def rejected(self, base: Base | None) -> list[str]:
+        """Why what is newer than `base` was not taken, and which slots turned out to be broken."""
         lines = []
         limits = self._limits(None)
         for snapshot in newest_first(self.copies):
@@ -84,6 +88,7 @@ class Known:
                 lines.append(f"{name(snapshot)}: belongs to a history that was left")
             elif base is not None:
                 lines.append(f"{name(snapshot)}: complete, but step {base.step} was wanted")
+        lines += self._broken
         told = lines[:_TOLD] + ([f"and {len(lines) - _TOLD} more"] if len(lines) > _TOLD else [])
         return [*told, *(self.excluded[where] for where in sorted(self.excluded))]
 

@@ -40,7 +40,7 @@ class Plan(msgspec.Struct, frozen=True):
     rejected : tuple of str
         What was newer than the base and why it was not taken.
     existed : bool
-        Whether there was any slot of this run.
+        Whether there was any snapshot of this run.
     """
 
     generation: Generation
@@ -118,7 +118,7 @@ def make(
         ranks=ranks,
         rebuild=rebuild,
         rejected=tuple(known.rejected(base)),
-        existed=any(listing.items for listing in known.listings),
+        existed=bool(known.seals),
     )
 
 

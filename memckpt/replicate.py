@@ -5,7 +5,7 @@ Wire format, per save and per holder, all from the owner, tagged with the save's
 ====== ================= ==========================================================
 index  length            content
 ====== ================= ==========================================================
-0      512               `Begin`, msgpack, padded with zeros
+0      512               2 bytes little-endian length, `Begin` in msgpack, padding
 1..n   4 MiB, last less  the chunks of the file
 n + 1  from `nbytes`     8 bytes little-endian length, the owner's seal, padding;
                          length 0: torn, do not seal
@@ -130,14 +130,14 @@ class Sending:
             moved = True
         if self._stage == "begin":
             payload = msgspec.msgpack.encode(self._begin)
-            self._send(payload + bytes(_BEGIN_NBYTES - len(payload)), 0)
+            self._send((len(payload).to_bytes(2, "little") + payload).ljust(_BEGIN_NBYTES, b"\0"), 0)
             self._stage = "chunks"
             moved = True
         if self._stage == "chunks":
             moved |= self._send_chunks()
         if self._stage == "seal" and (seal := self._source.seal_bytes()) is not None:
             message = len(seal).to_bytes(8, "little") + seal
-            self._send(message + bytes(seal_message_nbytes(self._begin.nbytes) - len(message)), self._chunks + 1)
+            self._send(message.ljust(seal_message_nbytes(self._begin.nbytes), b"\0"), self._chunks + 1)
             self._stage = "end"
             moved = True
         return moved
@@ -231,7 +231,8 @@ class Receiving:
 
     def _start(self) -> None:
         try:
-            begin = msgspec.msgpack.Decoder(Begin).decode(self._begin_buffer.tobytes().rstrip(b"\0") or b"\0")
+            message = self._begin_buffer.tobytes()
+            begin = msgspec.msgpack.decode(message[2 : 2 + int.from_bytes(message[:2], "little")], type=Begin)
         except msgspec.MsgspecError as error:
             raise ProtocolError(f"rank {self._source} sent no valid announcement: {error}", run=self._run) from error
         if begin.seq != self._seq or begin.nbytes < 0:

@@ -43,7 +43,7 @@ class Cluster:
     def torn(self, node: str, nbytes: int = 100) -> str:
         self.count += 1
         slot = f"s-{self.count:016x}"
-        self.nodes.setdefault(node, []).append(Item(slot, nbytes, reason="no seal"))
+        self.nodes.setdefault(node, []).append(Item(slot, nbytes))
         return slot
 
     def ring(self, step: int, generation: Generation, base: Base | None = None) -> None:

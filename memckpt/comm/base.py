@@ -144,6 +144,7 @@ class Communicator(ABC):
         Parameters
         ----------
         abort : bool
+            Every request of this rank that is still open ends with `PeerLost`, in whichever thread it is waited for.
             Also revoke it where the transport can (ULFM), so that pending and later operations of every peer on it end
             with `PeerLost`.
         """

@@ -179,7 +179,7 @@ class LocalRequest(Request):
                 dead = self._lost_to()
                 if dead is not None:
                     self._error = PeerLost(f"{self.describe()}: rank {dead} is gone", rank=dead)
-                elif comm._sees_revoked():
+                elif comm._aborted or comm._sees_revoked():
                     self._error = PeerLost(f"{self.describe()}: the communicator was revoked", rank=self.peer)
                 if self._error is not None:
                     self._spoil()
@@ -296,7 +296,7 @@ class LocalComm(Communicator):
         self.size = self._group.size
         self.name = "one process" if self.size == 1 else f"{self.size} threads of one process"
         self.revocable = self._group.revocable
-        self._closed = False
+        self._closed = self._aborted = False
         self._reductions = self._dups = 0
 
     def _sees_revoked(self) -> bool:
@@ -382,7 +382,7 @@ class LocalComm(Communicator):
         with self._group._changed:
             self._group._enter(self.rank)
             if not self._closed:
-                self._closed = True
+                self._closed, self._aborted = True, abort
                 if abort and self.revocable and self._context.revoked_at is None:
                     self._context.revoked_at = time.monotonic()
                     self._group._changed.notify_all()

@@ -63,7 +63,7 @@ def _watch_finalize(MPI: Any) -> None:
 def _finalizing() -> None:
     for comm in list(_open):
         with comm._gate:
-            comm._closed = "MPI has been finalized"
+            comm._finalized = True
 
 
 def _translate(MPI: Any, error: Exception, doing: str, peer: int | None) -> MemckptError:
@@ -104,14 +104,19 @@ class MPIRequest(Request):
         if comm is None:
             return True
         with comm._gate:
-            comm._check_usable()
+            comm._check_alive()
             try:
                 if not self._request.Test(self._status):
-                    return False
+                    if not comm._is_broken():
+                        return False
+                    # MPI may leave it incomplete for as long as a stopped peer sleeps; nobody shall wait for that.
+                    self._error = PeerLost(f"{self.describe()}: the communicator was revoked", rank=self.peer)
             except comm._mpi.Exception as error:
                 self._error = _translate(comm._mpi, error, self.describe(), self.peer)
+                self._error.__cause__ = error
+            if self._error is not None:
                 self._keep()
-                raise self._error from error
+                raise self._error
         if self._status is not None:
             self.nbytes = self._status.Get_count(comm._mpi.BYTE)
         self._comm = self._view = self._status = None
@@ -152,18 +157,18 @@ class MPIComm(Communicator):
         if not isinstance(source, MPI.Intracomm) or source == MPI.COMM_NULL:
             raise UsageError(f"an mpi4py intracommunicator is needed, not {source!r}")
         self._mpi: Any = MPI
+        self.revocable = os.environ.get(_ULFM, "0").lower() in ("1", "true", "yes", "enabled", "t")
         _watch_finalize(MPI)
         self._adopt(self._duplicate(source, deadline_s), deadline_s, source)
 
     def _adopt(self, private: MPI.Intracomm, deadline_s: float, source: MPI.Intracomm) -> None:
         MPI = self._mpi
         self._gate = threading.RLock()
-        self._closed: str | None = None
+        self._closed = self._aborted = self._finalized = False
         self._comm = private
         self.rank, self.size = private.Get_rank(), private.Get_size()
         level = MPI.Query_thread()
         self.concurrent = level == MPI.THREAD_MULTIPLE
-        self.revocable = os.environ.get(_ULFM, "0").lower() in ("1", "true", "yes", "enabled", "t")
         self.max_tag = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
         vendor, version = MPI.get_vendor()
         levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized"}
@@ -185,23 +190,32 @@ class MPIComm(Communicator):
         limit = time.monotonic() + deadline_s
         try:
             private, request = source.Idup()
+            _kept.append(request)
             pause_s = 20e-6
             while not request.Test():
+                self._stop_if_revoked(source)
                 if time.monotonic() >= limit:
-                    _kept.append((private, request))
                     raise DeadlineExceeded(f"new communicator: not every rank took part within {deadline_s:g} s")
                 time.sleep(pause_s)
                 pause_s = min(pause_s * 1.5, 1e-3)
+            _kept.remove(request)
             private.Set_errhandler(MPI.ERRORS_RETURN)
         except MPI.Exception as error:
             raise _translate(MPI, error, "new communicator", None) from error
         return private
 
-    def _check_usable(self) -> None:
-        if self._closed is not None:
-            raise Closed(f"communicator: {self._closed}")
-        if self._mpi.Is_finalized():
+    def _check_alive(self) -> None:
+        if self._finalized or self._mpi.Is_finalized():
             raise Closed("communicator: MPI has been finalized")
+
+    def _check_usable(self) -> None:
+        self._check_alive()
+        if self._closed:
+            raise Closed("communicator: closed")
+
+    def _is_broken(self) -> bool:
+        """Given up here, or revoked by whomever."""
+        return self._aborted or (self.revocable and not self._closed and self._comm.Is_revoked())
 
     def isend(self, buffer: Any, dest: int, tag: int) -> MPIRequest:
         """See `Communicator.isend`."""
@@ -240,16 +254,17 @@ class MPIComm(Communicator):
         self._check_usable()
         new = MPIComm.__new__(MPIComm)
         new._mpi = self._mpi
+        new.revocable = self.revocable
         new._adopt(self._duplicate(self._comm, deadline_s), deadline_s, self._comm)
         return new
 
     def close(self, *, abort: bool = False) -> None:
         """See `Communicator.close`."""
         with self._gate:
-            if self._closed is not None or self._mpi.Is_finalized():
-                self._closed = self._closed or "MPI has been finalized"
+            if self._closed or self._finalized or self._mpi.Is_finalized():
+                self._closed = True
                 return
-            self._closed = "closed"
+            self._closed, self._aborted = True, abort
             try:
                 if not abort:
                     self._comm.Free()

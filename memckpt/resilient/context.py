@@ -54,16 +54,16 @@ class Context:
     rank, world : int
         Logical rank and number of active ranks; a lost rank's number goes to its successor.
     comm : mpi4py.MPI.Intracomm
-        The active ranks; revoked when a peer is lost, so that calls on it raise. It and what `split` gives are the only communicators
-        that may be used in `train`: others would not wake a waiting rank.
+        The active ranks; revoked when a peer is lost, so that calls on it raise. It and what `split` gives are the
+        only communicators that may be used in `train`: others would not wake a waiting rank.
     generation : int
         Rises with every regrouping.
     failures : list of Failure
         What has happened so far, oldest first.
     timeline : dict of str to float
-        Of the regrouping that led here. Wall clock, seconds since the epoch: "seen", "left", "gathered", "entered". Seconds: "leave" (until the
-        training thread came back), "gather" (until all survivors did), "shrink", "exchange", "split", "agree", and "regroup", the sum of
-        all after the gathering, revoke included. Empty at the start.
+        Of the regrouping that led here. Wall clock, seconds since the epoch: "seen", "left", "gathered", "entered".
+        Seconds: "leave" (until the training thread came back), "gather" (until all survivors did), "shrink",
+        "exchange", "split", "agree", and "regroup", the sum of all after the gathering, revoke included. Empty at the start.
     resilient : bool
         Whether a lost peer leads back here; False without ULFM.
     had_commit : bool
@@ -121,7 +121,8 @@ class Context:
         return part
 
     def init_process_group(self, backend: str = "gloo", *, timeout_s: float = 600.0, **options: Any) -> None:
-        """``torch.distributed.init_process_group`` for the active ranks, new in each generation and destroyed with it. Collective.
+        """``torch.distributed.init_process_group`` for the active ranks, new in each generation and destroyed with it.
+        Collective.
 
         Parameters
         ----------
@@ -166,7 +167,8 @@ class Context:
             raise PeerLost("a peer is gone; this generation has ended", rank=self.rank)
 
     def on_failure(self, error: BaseException | str) -> None:
-        """End this generation: revoke its communicators and break its process groups, so that a waiting training thread comes back.
+        """End this generation: revoke its communicators and break its process groups, so that a waiting training
+        thread comes back.
 
         Called by whoever sees that a peer is gone, from any thread; idempotent. Local, and every other rank is told.
         """

@@ -1,9 +1,10 @@
-"""torch.distributed process groups that can be torn down under a training thread that hangs in one of their collectives.
+"""torch.distributed process groups that can be torn down under a training thread that hangs in one of their
+collectives.
 
-Gloo has no abort that frees a waiting thread: destroying the group from another thread leaves it waiting when its own neighbours in the
-collective live (seen with torch 2.13). What frees it is the end of a connection. So every rank shuts the connections that its
-gloo listeners accepted: each pair of ranks has one, and both ends wake with an error. Listening sockets must stay as they are: shutting one
-ends the process in gloo's `accept`.
+Gloo has no abort that frees a waiting thread: destroying the group from another thread leaves it waiting when its own
+neighbours in the collective live (seen with torch 2.13). What frees it is the end of a connection. So every rank shuts
+the connections that its gloo listeners accepted: each pair of ranks has one, and both ends wake with an error.
+Listening sockets must stay as they are: shutting one ends the process in gloo's `accept`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Who runs which logical rank after a failure: a pure function of what the living members say of themselves.
 
-Every member computes the same answer from the same list, so nobody has to be told, and nobody can be the wrong one to die.
+Every member computes the same answer from the same list, so nobody has to be told, and nobody can be the wrong one to
+die.
 """
 
 from __future__ import annotations
@@ -122,9 +123,11 @@ def first_roster(places: Sequence[Place], active: int) -> tuple[int, ...]:
 
 
 def fill(lost: Sequence[Loss], spares: Sequence[tuple[int, Place]]) -> dict[int, int]:
-    """Position of the spare for each lost logical rank: the same node first, then the same domain, then the emptiest place.
+    """Position of the spare for each lost logical rank: the same node first, then the same domain, then the emptiest
+    place.
 
-    Nobody takes a spare from another's node while it has another choice, hence one pass for each kind of nearness. Local.
+    Nobody takes a spare from another's node while it has another choice, hence one pass for each kind of nearness.
+    Local.
     """
     free = dict(spares)
     chosen: dict[int, int] = {}

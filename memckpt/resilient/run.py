@@ -1,8 +1,9 @@
 """`run`: train on N ranks, and when some die, go on with spares in their place.
 
-Every generation ends with one agreement of all living members: "yes" from the spares and from ranks whose training has finished, "no" from
-ranks whose training was interrupted. All yes and nobody lost: the run is over, for everybody. Anything else: shrink, say who one is,
-decide (a pure function), split, agree again, and train. A loss in the middle of that starts it again from the shrink.
+Every generation ends with one agreement of all living members: "yes" from the spares and from ranks whose training has
+finished, "no" from ranks whose training was interrupted. All yes and nobody lost: the run is over, for everybody.
+Anything else: shrink, say who one is, decide (a pure function), split, agree again, and train. A loss in the middle of
+that starts it again from the shrink.
 """
 
 from __future__ import annotations
@@ -59,19 +60,22 @@ def run(
     silent_s: float = 60.0,
     verbose: bool = True,
 ) -> T | None:
-    """Call ``train(ctx)`` on `active` ranks; when a process is lost, give its rank to a spare and call it again on all. Collective over COMM_WORLD.
+    """Call ``train(ctx)`` on `active` ranks; when a process is lost, give its rank to a spare and call it again on
+    all. Collective over COMM_WORLD.
 
     Parameters
     ----------
     train : callable
-        Restores from its Checkpointer, trains, and returns. It is called again, in the same process, after each failure, also when it had
-        returned already, so it must begin from what it restores, not from what its objects hold.
+        Restores from its Checkpointer, trains, and returns. It is called again, in the same process, after each
+        failure, also when it had returned already, so it must begin from what it restores, not from what its objects
+        hold.
     active : int, optional
         Ranks that train; the others are spares. All by default.
     max_failures : int
         Interruptions in a row, without a step of progress in between, after which the run ends.
     grace_s : float
-        Seconds for an interrupted `train` to come back; then its process ends, and is one more that is lost. Also for each step of regrouping.
+        Seconds for an interrupted `train` to come back; then its process ends, and is one more that is lost. Also for
+        each step of regrouping.
     frozen_s : float
         A process of this job that is stopped (SIGSTOP) for so long is killed by its neighbours on the node.
     silent_s : float
@@ -82,12 +86,14 @@ def run(
     Returns
     -------
     object or None
-        What `train` returned; None on a spare. It is returned only once every active rank has finished and all have agreed that it has.
+        What `train` returned; None on a spare. It is returned only once every active rank has finished and all have
+        agreed that it has.
 
     Raises
     ------
     RunFailed
-        On every rank: the training of one rank raised an error of its own, too few spares are left, or failures repeat. Snapshots stay in memory.
+        On every rank: the training of one rank raised an error of its own, too few spares are left, or failures
+        repeat. Snapshots stay in memory.
     UsageError
         MPI or its thread level does not do, or there are fewer processes than `active`.
 
@@ -240,7 +246,8 @@ class _Run:
         state, reason = "finished", ""
         try:
             self.value = self.train(ctx)
-        except BaseException as error:  # also SystemExit and KeyboardInterrupt: the other ranks must not wait for this one
+        except BaseException as error:  # also SystemExit and KeyboardInterrupt: the other ranks must not wait for this
+        one
             state = "interrupted" if _means_loss(error, ctx) else "failed"
             reason = _describe(error)
             if state == "failed":

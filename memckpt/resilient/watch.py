@@ -1,7 +1,8 @@
 """The thread that sees a peer die, or stand still, while the training thread is busy or hangs.
 
-ULFM reports a dead process; it says nothing of one that was stopped. Progress deadlines are therefore ours: every process of
-a run beats in a file that its neighbours on the node read, and one that stands still is killed by them, after which ULFM reports it.
+ULFM reports a dead process; it says nothing of one that was stopped. Progress deadlines are therefore ours: every
+process of a run beats in a file that its neighbours on the node read, and one that stands still is killed by them,
+after which ULFM reports it.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 Every wait is polled where MPI lets it. Facts this stands on, all seen with Open MPI 5.0.11:
 
-- ``Iagree`` and ``Shrink`` complete on a revoked communicator and in spite of deaths, and all living members get the same answer.
-  ``Ishrink`` does not (MPI_ERR_INTERN on a revoked one), so the shrink blocks, under the watching thread's deadline.
-- A communicator that is revoked while another member is still inside the call that makes it crashes that member; so a new one is
-  agreed upon on its parent before anybody may revoke it.
+- ``Iagree`` and ``Shrink`` complete on a revoked communicator and in spite of deaths, and all living members get the
+  same answer. ``Ishrink`` does not (MPI_ERR_INTERN on a revoked one), so the shrink blocks, under the watching
+  thread's deadline.
+- A communicator that is revoked while another member is still inside the call that makes it crashes that member; so a
+  new one is agreed upon on its parent before anybody may revoke it.
 - ``Split`` blocks; when a peer dies in it, a revoke of its parent from another thread frees it.
 """
 
@@ -84,7 +85,8 @@ class World:
         return self.comm.Get_size()
 
     def agree(self, good: bool, *, forever: bool = False) -> tuple[bool, bool]:
-        """(everybody said good, nobody was lost). Collective over the living; completes in spite of deaths and revocation.
+        """(everybody said good, nobody was lost). Collective over the living; completes in spite of deaths and
+        revocation.
 
         All living members get the same answer, also those that give theirs long after the others.
         """

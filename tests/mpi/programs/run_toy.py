@@ -1,7 +1,7 @@
 """A toy training for `memckpt.resilient.run`: sums over MPI, a split of it, and gloo, with deaths on request.
 
-Arguments: active ranks, steps, then events ``GENERATION:RANK:STEP:WHAT`` with WHAT one of kill, stop, raise, exit, hang, return.
-Each rank prints one JSON line when a generation begins and one when `run` returns or raises.
+Arguments: active ranks, steps, then events ``GENERATION:RANK:STEP:WHAT`` with WHAT one of kill, stop, raise, exit,
+hang, return. Each rank prints one JSON line when a generation begins and one when `run` returns or raises.
 """
 
 from __future__ import annotations
