@@ -193,6 +193,7 @@ void prefetch_body(const py::list& methods, std::size_t i) {
     if (self == nullptr || Py_TYPE(self)->tp_basicsize < static_cast<Py_ssize_t>(sizeof(PyObject) + 2 * sizeof(void*))) return;
     void* fields[2];
     std::memcpy(fields, reinterpret_cast<const char*>(self) + sizeof(PyObject), sizeof fields);
+    if (i >= 8) {PyObject* m2=PyList_GET_ITEM(methods.ptr(), (Py_ssize_t)(i-4)); PyObject* s2=PyCFunction_GET_SELF(m2); char* ti=*(char**)((char*)s2+16); __builtin_prefetch(*(char**)(ti+16));__builtin_prefetch(*(char**)(ti+16)+64);}
     for (void* field : fields)
         for (std::size_t k = 0; k < 192; k += 64) __builtin_prefetch(static_cast<const char*>(field) + k);
 }

@@ -82,7 +82,9 @@ class Parts:
     context: Surroundings | None
 
     def break_off(self) -> None:
-        """Revoke the communicators, where the transport can, so that no peer and no thread waits for this rank any longer."""
+        """Revoke the communicators, where the transport can, so that no peer and no thread waits for this rank any
+        longer.
+        """
         for comm in (self.decide_comm, self.engine_comm, self.session.comm):
             comm.close(abort=True)
 
@@ -176,7 +178,9 @@ def _introduce(comm: Communicator, mine: Hello, deadline_s: float) -> list[Hello
             if value != ranks[0].settings.get(key)
         ]
         if different:
-            raise UsageError("ranks have different settings: " + "; ".join(different), run=mine.settings["name"], rank=rank)
+            raise UsageError(
+                "ranks have different settings: " + "; ".join(different), run=mine.settings["name"], rank=rank
+            )
     return ranks
 
 
@@ -223,7 +227,9 @@ def check_budget(parts: Parts, shard_nbytes: int) -> None:
 
 
 def predicted_nbytes(state: State) -> int:
-    """Bytes that optimizers which have not stepped yet will add to the state. Local; an estimate, by kind of optimizer."""
+    """Bytes that optimizers which have not stepped yet will add to the state. Local; an estimate, by kind of
+    optimizer.
+    """
     total = 0
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:

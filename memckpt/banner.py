@@ -24,8 +24,8 @@ def first_lines(parts: Parts, layout: Layout, holders: Holders, report: RestoreR
     return [
         f"memckpt: run {parts.run!r}, {_count(session.world, 'rank')} on {_count(len(nodes), 'node')} over "
         f"{session.comm.name}; saves every {_count(parts.options.every, 'step')}, replicated {background}",
-        f"memckpt: {format_nbytes(layout.file_nbytes)} per rank; slots of up to {format_nbytes(need[0].slot_nbytes)} per rank, "
-        f"{format_nbytes(sum(n.slot_nbytes for n in need))} on this node, in {parts.arena.path}",
+        f"memckpt: {format_nbytes(layout.file_nbytes)} per rank; slots of up to {format_nbytes(need[0].slot_nbytes)} per "
+        f"rank, {format_nbytes(sum(n.slot_nbytes for n in need))} on this node, in {parts.arena.path}",
         "memckpt: " + _survives(parts, holders),
         "memckpt: " + _begins(report),
     ]
@@ -42,13 +42,15 @@ def _survives(parts: Parts, holders: Holders) -> str:
     if len(bare) == session.world:
         return "survives the loss of a process: yes; of a node: NO, every replica lies on the owner's own node"
     ranks = ", ".join(map(str, bare[:8])) + (" ..." if len(bare) > 8 else "")
-    return f"survives the loss of a process: yes; of a node: NOT for ranks {ranks}, whose replicas lie on their own node"
+    return (
+        f"survives the loss of a process: yes; of a node: NOT for ranks {ranks}, whose replicas lie on their own node"
+    )
 
 
 def _begins(report: RestoreReport) -> str:
     if report.source == "none":
         return f"starts at step 0, generation {report.generation}; not protected until the first commit"
-    seconds = sum(report.seconds.values())
+    seconds = report.seconds["total"]
     protected = "protected" if report.protected else "its replicas are being rebuilt"
     return (
         f"continues from step {report.step}, generation {report.generation}, out of memory ({report.source}), "
@@ -58,4 +60,3 @@ def _begins(report: RestoreReport) -> str:
 
 def _count(n: int, word: str) -> str:
     return f"{n} {word}" if n == 1 else f"{n} {word}s"
-

@@ -2,11 +2,11 @@
 
 Contract
 --------
-`Capture.begin` returns when every *eager* byte is in the slot. The *lazy* bytes (parameters and per-parameter optimizer state
-of an optimizer whose step pre-hook fired since the last capture point) are still being copied then, and training may not
-change them before the fence. The fence is that very hook; `Capture.fence` waits for the copy. Only a snapshot that passed a
-fence may be sealed. Where training comes back without having passed one (`Capture.settle`), the sources are read again: equal
-bytes may be sealed, different ones are torn, and their tensors are captured eagerly from then on.
+`Capture.begin` returns when every *eager* byte is in the slot. The *lazy* bytes (parameters and per-parameter optimizer
+state of an optimizer whose step pre-hook fired since the last capture point) are still being copied then, and training
+may not change them before the fence. The fence is that very hook; `Capture.fence` waits for the copy. Only a snapshot
+that passed a fence may be sealed. Where training comes back without having passed one (`Capture.settle`), the sources
+are read again: equal bytes may be sealed, different ones are torn, and their tensors are captured eagerly from then on.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import numpy as np
 
 from memckpt import _native, faults
 from memckpt.layout import Layout, Pieces
+from memckpt.leaves import Collected
 from memckpt.slotfile import Slot
 from memckpt.slots import SlotPool
-from memckpt.leaves import Collected
 from memckpt.state import State
 
 AUDITED_SAVES = 3
@@ -31,7 +31,8 @@ AUDITED_SAVES = 3
 
 @dataclass
 class Snapshot:
-    """A snapshot in the making. `fenced` and `torn` are written by the training thread and read by the background thread.
+    """A snapshot in the making. `fenced` and `torn` are written by the training thread and read by the background
+    thread.
 
     Attributes
     ----------
@@ -115,8 +116,8 @@ class Capture:
         Returns
         -------
         Snapshot
-            With `slot` None and `torn` set where it could not be made; an error of the state itself is kept there, too, since
-            this rank still has to vote.
+            With `slot` None and `torn` set where it could not be made; an error of the state itself is kept there, too,
+            since this rank still has to vote.
         """
         snapshot = Snapshot(step, None)
         try:
@@ -159,9 +160,7 @@ class Capture:
             self._lazy_saves += 1
         faults.point("capture.begun", self._shard, step)
 
-    def _gather(
-        self, pieces: Pieces, which: np.ndarray, slot: Slot, layout: Layout, *, crc: bool
-    ) -> _native.CopyJob:
+    def _gather(self, pieces: Pieces, which: np.ndarray, slot: Slot, layout: Layout, *, crc: bool) -> _native.CopyJob:
         return _native.gather(
             pieces.sources[which],
             pieces.nbytes[which],
@@ -178,9 +177,7 @@ class Capture:
         layout = self._layout
         if layout is not None and collected.token is self._token and layout.fits(collected.plain):
             pieces = layout.pieces(collected)
-            moved = _native.first_change(
-                pieces.address_methods, pieces.size_methods, pieces.addresses, pieces.sizes
-            )
+            moved = _native.first_change(pieces.address_methods, pieces.size_methods, pieces.addresses, pieces.sizes)
             if moved < 0 and not pieces.reshaped():
                 return layout, pieces
         layout = Layout.build(collected, run=self._run, shard=self._shard, world=self._world)
@@ -196,7 +193,9 @@ class Capture:
         return lazy
 
     def fence(self) -> None:
-        """Wait until the lazy copy is done; training may change the state afterwards. Called by the optimizers' pre-hook."""
+        """Wait until the lazy copy is done; training may change the state afterwards. Called by the optimizers'
+        pre-hook.
+        """
         snapshot = self._open
         if snapshot is None:
             return
@@ -224,7 +223,8 @@ class Capture:
 
     def _audit(self, snapshot: Snapshot, chunk: int | None) -> None:
         pieces = snapshot.pieces
-        assert pieces is not None and snapshot.slot is not None
+        assert pieces is not None
+        assert snapshot.slot is not None
         chunks = None if chunk is None else np.array([chunk], dtype=np.int64)
         different = _native.audit(
             pieces.sources[snapshot.lazy],
@@ -240,4 +240,3 @@ class Capture:
             self._distrusted.update(names)
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             snapshot.torn = f"changed while it was copied: {shown}; captured eagerly from now on"
-

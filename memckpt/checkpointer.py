@@ -30,8 +30,8 @@ class Checkpointer:
     Parameters
     ----------
     states : mapping of str to object
-        What to save: modules, optimizers, anything with ``state_dict`` and ``load_state_dict``, tensors, plain dicts and lists.
-        The random number generators of this rank are added under the name "rng".
+        What to save: modules, optimizers, anything with ``state_dict`` and ``load_state_dict``, tensors, plain dicts
+        and lists. The random number generators of this rank are added under the name "rng".
     name : str
         The run. A restarted run of that name finds its own snapshots again.
     every : int
@@ -41,10 +41,11 @@ class Checkpointer:
     persist : None
         Reserved for the durable tier; anything else raises.
     comm : optional
-        `memckpt.comm.Communicator` or mpi4py communicator. None: that of `memckpt.run`, MPI under mpirun, else one rank.
+        `memckpt.comm.Communicator` or mpi4py communicator. None: that of `memckpt.run`, MPI under mpirun, else one
+        rank.
     fresh : {"auto", True, False}
-        "auto": start at step 0 where no earlier memory is there, but raise where this is known to be a restart. True: start over
-        although there is memory. False: raise if there is none.
+        "auto": start at step 0 where no earlier memory is there, but raise where this is known to be a restart. True:
+        start over although there is memory. False: raise if there is none.
     on_error : {"warn", "raise"}
         What a save that did not commit does at the next call. A lost peer always raises.
     on_busy : {"skip", "wait"}
@@ -71,8 +72,8 @@ class Checkpointer:
 
     Notes
     -----
-    All methods belong to the training thread. `step`, `restore`, `steps` and `close` are collective: every rank calls them in
-    the same order. Source of the protocol: ``docs/architecture.md``.
+    All methods belong to the training thread. `step`, `restore`, `steps` and `close` are collective: every rank calls
+    them in the same order. Source of the protocol: ``docs/architecture.md``.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Checkpointer:
         if parts.context is not None:
             parts.context.register(self)
 
-    # -- restore ------------------------------------------------------------------------------------------------------------
+    # -- restore -------------------------------------------------------------------------------------------------------
 
     def restore(self, step: int | None = None, require: bool = False) -> RestoreReport:
         """Bring the newest step that every rank can have back into the live state. Collective.
@@ -203,13 +204,13 @@ class Checkpointer:
             )
         )
 
-    # -- saving -------------------------------------------------------------------------------------------------------------
+    # -- saving --------------------------------------------------------------------------------------------------------
 
     def step(self, n: int) -> None:
         """Say that `n` optimizer steps are completed; saves if one is due. Collective, at each step on each rank.
 
-        The state may be changed again as soon as an optimizer's step begins (it waits for the copy by itself); before anything
-        else changes parameters or optimizer state, call `fence`.
+        The state may be changed again as soon as an optimizer's step begins (it waits for the copy by itself); before
+        anything else changes parameters or optimizer state, call `fence`.
 
         Raises
         ------
@@ -270,7 +271,8 @@ class Checkpointer:
         self._tally.add(blocked_s=blocked_s, last_blocked_s=blocked_s)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the last save has ended on this rank. Local, but ends only when the other ranks reach their fences, too.
+        """Wait until the last save has ended on this rank. Local, but ends only when the other ranks reach their
+        fences, too.
 
         Parameters
         ----------
@@ -305,7 +307,7 @@ class Checkpointer:
             stats.populate_s = self._saving.pool.populate_s
         return stats
 
-    # -- the end ------------------------------------------------------------------------------------------------------------
+    # -- the end -------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -325,7 +327,8 @@ class Checkpointer:
         self.abandon()
 
     def close(self, keep: bool = False) -> None:
-        """Finish the last save, agree with all ranks that the run is over, and give the memory back. Collective, idempotent.
+        """Finish the last save, agree with all ranks that the run is over, and give the memory back. Collective,
+        idempotent.
 
         Parameters
         ----------
@@ -386,7 +389,7 @@ class Checkpointer:
                 self._parts.context.on_failure(error)
             raise
 
-    # -- inside -------------------------------------------------------------------------------------------------------------
+    # -- inside --------------------------------------------------------------------------------------------------------
 
     def _make_hook(self) -> Callable[..., None]:
         me = weakref.ref(self)

@@ -1,10 +1,10 @@
 """Commit: the vote of all ranks on one step.
 
-A rank votes yes when its own snapshot and every replica that it must hold are sealed in its own node's memory. The vote is a
-minimum over all ranks, in rounds: a rank that is not ready answers "not yet", so a round always ends soon while every rank
-lives, however long a training thread takes to reach its fence, and a deadline on a round means a lost peer, not a slow one.
-The vote has three ends: all said yes in one round (committed), one said no (dropped), an error or the deadline (unknown).
-Unknown is an exception here and never turned into a no.
+A rank votes yes when its own snapshot and every replica that it must hold are sealed in its own node's memory. The vote
+is a minimum over all ranks, in rounds: a rank that is not ready answers "not yet", so a round always ends soon while
+every rank lives, however long a training thread takes to reach its fence, and a deadline on a round means a lost peer,
+not a slow one. The vote has three ends: all said yes in one round (committed), one said no (dropped), an error or the
+deadline (unknown). Unknown is an exception here and never turned into a no.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The decision that all ranks take alike without waiting for each other: a reduction that runs one step behind.
 
-Each exchange starts a small non-blocking minimum over all ranks and completes the one before it, so a rank waits only for
-ranks that are more than a step behind. What a rank learns is therefore one step old, and the same on every rank.
+Each exchange starts a small non-blocking minimum over all ranks and completes the one before it, so a rank waits only
+for ranks that are more than a step behind. What a rank learns is therefore one step old, and the same on every rank.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Agreed:
 
 
 class Decisions:
-    """The exchanges of one generation. Training thread only; collective in the sense that every rank makes the same number.
+    """The exchanges of one generation. Training thread only; collective in the sense that every rank makes the same
+    number.
 
     Parameters
     ----------

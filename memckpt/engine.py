@@ -1,9 +1,10 @@
 """The engine: what goes on behind training for one save at a time: seal, replicate, vote.
 
-It is one state machine, `Engine.poll`. Where the communicator may be used from a second thread, a background thread drives it;
-elsewhere (MPI below THREAD_MULTIPLE) the training thread does, in every call it makes. Errors of this rank alone (no room, a
-CRC that differs) end in its no. Errors of the communicator, and whatever else breaks the machine, leave the outcome unknown:
-the engine stops, keeps seals and slots as they are, and gives the error to the training thread.
+It is one state machine, `Engine.poll`. Where the communicator may be used from a second thread, a background thread
+drives it; elsewhere (MPI below THREAD_MULTIPLE) the training thread does, in every call it makes. Errors of this rank
+alone (no room, a CRC that differs) end in its no. Errors of the communicator, and whatever else breaks the machine,
+leave the outcome unknown: the engine stops, keeps seals and slots as they are, and gives the error to the training
+thread.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ class FreshSource:
         return True
 
     def _make_seal(self, snapshot: Snapshot, slot: Slot) -> bytes:
-        assert snapshot.job is not None and snapshot.layout is not None
+        assert snapshot.job is not None
+        assert snapshot.layout is not None
         h = self._history
         seal = Seal(
             run=h.run,
@@ -401,4 +403,3 @@ class Engine:
             self._pool.prepare(nbytes)
         except (OSError, MemckptError):
             pass  # said again, with its numbers, by the capture that needs it
-

@@ -11,7 +11,7 @@ from memckpt.errors import ProtocolError
 from memckpt.seal import Base, Generation
 
 if TYPE_CHECKING:
-    from memckpt.arena import Found
+    from memckpt.slotfile import Found
 
 CHUNK_NBYTES = 4 << 20
 _REASON_LENGTH = 200

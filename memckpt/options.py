@@ -19,7 +19,8 @@ class Options:
     every : int
         Save each step that is a multiple of it.
     fresh : {"auto", True, False}
-        Whether to start over: "auto" starts over only where this is no restart; True although there is memory; False never.
+        Whether to start over: "auto" starts over only where this is no restart; True although there is memory; False
+        never.
     on_error : {"warn", "raise"}
         What a save that did not commit does to training.
     on_busy : {"skip", "wait"}
@@ -29,7 +30,8 @@ class Options:
     max_unprotected : int or None
         Steps that may be taken after a restore before the base is protected again.
     bandwidth : float or None
-        Bytes per second that one rank may send for replication; None spreads a save over half the interval between saves.
+        Bytes per second that one rank may send for replication; None spreads a save over half the interval between
+        saves.
     """
 
     every: int

@@ -1,6 +1,7 @@
 """Replicate: send a snapshot to the ranks that hold its replicas, chunk by chunk while it is still being copied.
 
-Wire format, per save and per holder, all from the owner, tagged with the save's sequence number and the message's index:
+Wire format, per save and per holder, all from the owner, tagged with the save's sequence number and the message's
+index:
 
 ====== ================= ==========================================================
 index  length            content
@@ -11,10 +12,10 @@ n + 1  from `nbytes`     8 bytes little-endian length, the owner's seal, padding
                          length 0: torn, do not seal
 ====== ================= ==========================================================
 
-A transfer runs to its end or to a communicator error, whatever happens to the snapshot: a torn owner goes on sending, a holder
-without room goes on receiving, so that nothing of a save is outstanding after its vote. Chunks arrive in a small ring and are
-copied into the slot with their CRC; a slot's address is never a receive buffer, since a receive that was matched before a
-revoke may still write.
+A transfer runs to its end or to a communicator error, whatever happens to the snapshot: a torn owner goes on sending, a
+holder without room goes on receiving, so that nothing of a save is outstanding after its vote. Chunks arrive in a small
+ring and are copied into the slot with their CRC; a slot's address is never a receive buffer, since a receive that was
+matched before a revoke may still write.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Saving in one generation: what falls due when, the same on every rank, handed to the engine.
 
-A generation begins with a restore and ends with the next one, with `close`, or with a failure. Everything that decides is a
-function of the step number and of what an exchange told all ranks; what a rank knows by itself it may wait for, but never
-decide by.
+A generation begins with a restore and ends with the next one, with `close`, or with a failure. Everything that decides
+is a function of the step number and of what an exchange told all ranks; what a rank knows by itself it may wait for,
+but never decide by.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Saving:
         if self._needs_protection:
             self._protect()
 
-    # -- what falls due -----------------------------------------------------------------------------------------------------
+    # -- what falls due ------------------------------------------------------------------------------------------------
 
     def at(self, n: int, fired: Iterable[object]) -> None:
         """Training is at step `n`: exchange, and begin what is due. Collective."""
@@ -148,7 +148,9 @@ class Saving:
         self.wait_for_outcome()
 
     def _is_clear(self, agreed: Agreed | None) -> bool | None:
-        """Whether every rank is known to know how the last save ended; None where some rank is leaving. Alike on all ranks."""
+        """Whether every rank is known to know how the last save ended; None where some rank is leaving. Alike on all
+        ranks.
+        """
         told_at = self._decisions.count - 2  # the exchange whose result `agreed` is
         if agreed is not None and agreed.leaving:
             return None
@@ -188,7 +190,7 @@ class Saving:
         if limit is not None and self._steps_unprotected > limit:
             self.wait_for_outcome()
 
-    # -- starting it --------------------------------------------------------------------------------------------------------
+    # -- starting it ---------------------------------------------------------------------------------------------------
 
     def _save(self, n: int, fired: Iterable[object], leaving: bool) -> None:
         if leaving:
@@ -231,7 +233,7 @@ class Saving:
             return self._options.bandwidth
         return None if self._interval_s is None else max(nbytes, 1) / (0.5 * self._interval_s)
 
-    # -- waiting and telling ------------------------------------------------------------------------------------------------
+    # -- waiting and telling -------------------------------------------------------------------------------------------
 
     def wait_for_outcome(self) -> None:
         """Wait until the save under way has ended here.
@@ -244,7 +246,9 @@ class Saving:
         if not self.engine.wait(self._options.deadline_s):
             self.raise_failure()
             raise DeadlineExceeded(
-                f"the last save did not end within {self._options.deadline_s:.1f} s", run=self._parts.run, rank=self._rank
+                f"the last save did not end within {self._options.deadline_s:.1f} s",
+                run=self._parts.run,
+                rank=self._rank,
             )
 
     def raise_failure(self) -> None:
@@ -257,7 +261,9 @@ class Saving:
                 failure.message, run=self._parts.run, step=failure.step, rank=failure.rank, path=failure.path
             ) from failure
         raise SaveFailed(
-            f"the background of this rank failed: {type(failure).__name__}: {failure}", run=self._parts.run, rank=self._rank
+            f"the background of this rank failed: {type(failure).__name__}: {failure}",
+            run=self._parts.run,
+            rank=self._rank,
         ) from failure
 
     def report_failed(self) -> None:
@@ -292,5 +298,3 @@ class Saving:
         self._parts.break_off()
         if self._parts.context is not None:
             self._parts.context.on_failure(error)
-
-

@@ -1,9 +1,9 @@
 """Which slots this rank may write, and which it must keep.
 
-A node's slots are one pool; a restore divides the pool among the ranks of the node, so that between two restores each slot
-has exactly one writer and no lock is needed for the choice of a slot. What is pinned is written down here and nowhere else:
-for each shard the newest committed snapshot, the one in flight or in doubt, and, until the base is committed again, the base
-and the fall-back. Every other slot is free, whatever it holds.
+A node's slots are one pool; a restore divides the pool among the ranks of the node, so that between two restores each
+slot has exactly one writer and no lock is needed for the choice of a slot. What is pinned is written down here and
+nowhere else: for each shard the newest committed snapshot, the one in flight or in doubt, and, until the base is
+committed again, the base and the fall-back. Every other slot is free, whatever it holds.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class SlotPool:
                     self._free.remove(slot)
                     slot.unseal()
                     return slot
-            # Another size is wanted: free slots of the old one make room first, pinned ones stay. The fall-back of a restore
-            # does not count, or a base whose replicas need new slots could never be protected again.
+            # Another size is wanted: free slots of the old one make room first, pinned ones stay. The fall-back of a
+            # restore does not count, or a base whose replicas need new slots could never be protected again.
             pinned = self._pinned()
             while self._free and len(pinned) + len(self._free) >= self.capacity:
                 self._remove(self._free.pop(0))
@@ -156,7 +156,8 @@ class SlotPool:
         with self._lock:
             self._closed = True
             for slot in (*self._free, *self._pinned()):
-                # A send that never ended after a failure still reads from its mapping, which then lives as long as that.
+                # A send that never ended after a failure still reads from its mapping, which then lives as long as
+                # that.
                 with contextlib.suppress(BufferError):
                     slot.close()
             self._free.clear()

@@ -1,4 +1,6 @@
-"""What a Checkpointer may find itself in, such as `memckpt.run`, told from above so that it imports nothing from there."""
+"""What a Checkpointer may find itself in, such as `memckpt.run`, told from above so that it imports nothing from
+there.
+"""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Cluster:
 
 @st.composite
 def clusters(draw: st.DrawFn) -> tuple[Cluster, list[str], list[Generation], dict[Generation, Base | None]]:
-    """A few histories, each grown from some step of the one before; any subset of their snapshots still lies anywhere."""
+    """A few histories, each grown from a step of the one before; any subset of their snapshots still lies anywhere."""
     world = draw(st.integers(1, 4))
     nodes = [f"n{i}" for i in range(draw(st.integers(1, 4)))]
     places = [draw(st.sampled_from(nodes)) for _ in range(world)]
@@ -123,7 +123,7 @@ def test_plan_properties(drawn: tuple, copies: int, rng: random.Random) -> None:
 
 
 def check_division(cluster: Cluster, places: list[str], plan: Plan) -> None:
-    """Each slot of a node with a rank belongs to exactly one rank of it; base and fall-back are pinned, nothing else."""
+    """Each slot of a node with ranks belongs to exactly one of them; base and fall-back are pinned, nothing else."""
     for node, items in cluster.nodes.items():
         ranks = [r for r, n in enumerate(places) if n == node]
         free = Counter(s for r in ranks for s in plan.ranks[r].free)

@@ -106,11 +106,13 @@ class MPIRequest(Request):
         with comm._gate:
             comm._check_alive()
             try:
-                if not self._request.Test(self._status):
-                    if not comm._is_broken():
-                        return False
-                    # MPI may leave it incomplete for as long as a stopped peer sleeps; nobody shall wait for that.
+                done = self._request.Test(self._status)
+                if comm._is_broken():
+                    # Incomplete, it may stay so for as long as a stopped peer sleeps; complete, it may be a send that nobody
+                    # received: MPI drops what a revoke finds unmatched, and reports success.
                     self._error = PeerLost(f"{self.describe()}: the communicator was revoked", rank=self.peer)
+                elif not done:
+                    return False
             except comm._mpi.Exception as error:
                 self._error = _translate(comm._mpi, error, self.describe(), self.peer)
                 self._error.__cause__ = error
