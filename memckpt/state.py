@@ -1,0 +1,195 @@
+"""The state of a training run: a mapping of names to what the user trains with, read at every save and filled by a restore."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Mapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import torch
+
+from memckpt.errors import StateError, UsageError
+from memckpt.leaves import Collected, Place
+from memckpt.sources import (
+    ContainerSource,
+    ModuleSource,
+    ObjectSource,
+    OptimizerSource,
+    Source,
+    TensorSource,
+    is_shared,
+    is_stock_optimizer,
+    same,
+)
+
+if TYPE_CHECKING:
+    from memckpt.layout import Layout
+    from memckpt.restore import Targets
+
+PLAIN_VERSION = 1
+CONTAINERS = (dict, list, OrderedDict, Counter, defaultdict, deque, set, bytearray, np.ndarray)
+
+
+class RNG:
+    """The random streams of this process: Python, NumPy, torch on the CPU, and this rank's CUDA device if it is in use."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states as plain values. Local."""
+        version, words, gauss = random.getstate()
+        state: dict[str, Any] = {
+            "python": [version, np.array(words, np.uint32).tobytes(), gauss],
+            "torch": torch.get_rng_state().numpy().tobytes(),
+        }
+        if "numpy.random" in sys.modules:
+            name, keys, *rest = _numpy_state()
+            state["numpy"] = [name, np.asarray(keys, np.uint32).tobytes(), *rest]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the streams. Local."""
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(np.frombuffer(words, np.uint32).tolist()), gauss))
+        torch.set_rng_state(_bytes_tensor(state["torch"]))
+        if "numpy" in state:
+            name, keys, *rest = state["numpy"]
+            np.random.set_state((name, np.frombuffer(keys, np.uint32), *rest))
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(_bytes_tensor(state["cuda"]))
+
+
+def _numpy_state() -> tuple[Any, ...]:
+    state = np.random.get_state(legacy=True)
+    if not isinstance(state, tuple):
+        raise StateError("NumPy's global generator is not MT19937; save the generator as an object of its own")
+    return state
+
+
+def _bytes_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+class State:
+    """What a Checkpointer saves.
+
+    Parameters
+    ----------
+    objects : mapping of str to object
+        Modules, optimizers, schedulers and anything else with ``state_dict`` and ``load_state_dict``, tensors, and
+        dictionaries, lists and other mutable containers of tensors and plain values. Held by reference.
+    allow_pickle : bool
+        Pickle what has no plain form (and unpickle it, which runs code of whoever wrote the snapshot).
+
+    Raises
+    ------
+    StateError
+        An object of a kind that cannot be saved, or could not be filled again.
+    """
+
+    def __init__(self, objects: Mapping[str, object], *, allow_pickle: bool = False) -> None:
+        if not isinstance(objects, Mapping):
+            raise UsageError(f"the state must be a mapping of names to objects, not {type(objects).__name__}")
+        self.objects = dict(objects)
+        self.allow_pickle = allow_pickle
+        self.sources: list[Source] = [_source(name, value, allow_pickle) for name, value in self.objects.items()]
+        #: Every optimizer among the objects.
+        self.optimizers: list[torch.optim.Optimizer] = [
+            v for v in self.objects.values() if isinstance(v, torch.optim.Optimizer)
+        ]
+        self._parameters: list[Any] = []
+        self._last: Collected | None = None
+
+    def collect(self) -> Collected:
+        """The tensors and plain values now. Local; cheap when no tensor was added, removed or replaced.
+
+        Raises
+        ------
+        StateError
+            A value that cannot be saved; its `path` says where it is.
+        """
+        changed = False
+        for source in self.sources:
+            changed = source.refresh() or changed
+        parameters = [g["params"] for optimizer in self.optimizers for g in optimizer.param_groups]
+        flat = list(chain.from_iterable(parameters))
+        if changed or self._last is None or not same(flat, self._parameters):
+            self._parameters = flat
+            self._last = self._gather()
+        last = self._last
+        return Collected(last.tensors, last.keys, last.lazy, self._plain(), last.places, last.classes, last.token)
+
+    def prepare(self, stored: Layout, *, strict: bool = True) -> Targets:
+        """Where every byte of a snapshot goes. Changes nothing that is live. Local.
+
+        Parameters
+        ----------
+        stored : Layout
+            From `Layout.parse`.
+        strict : bool
+            Raise when keys, shapes or dtypes differ; else `Targets.rows` lists what is left out.
+
+        Raises
+        ------
+        LayoutMismatch
+            The snapshot and the live state differ; it lists every key.
+        CorruptSnapshot, StateError
+            Plain values that are damaged, pickled without ``allow_pickle``, or cannot be made here.
+        """
+        from memckpt.restore import prepare
+
+        return prepare(self, stored, strict=strict)
+
+    def _plain(self) -> bytes:
+        objects = {s.name: {"kind": s.kind, "data": s.plain()} for s in self.sources}
+        return msgspec.json.encode({"version": PLAIN_VERSION, "objects": objects})
+
+    def _gather(self) -> Collected:
+        owners = self._owners()
+        collected = Collected([], [], [], b"")
+        for source in self.sources:
+            begin = len(collected.tensors)
+            collected.tensors += source.tensors
+            collected.keys += source.keys
+            collected.lazy += source.lazy(owners)
+            collected.places |= {begin + i: place for i, place in source.places.items()}
+            collected.classes |= source.classes
+        return collected
+
+    def _owners(self) -> dict[int, torch.optim.Optimizer | None]:
+        """Address of a parameter object -> the one optimizer that changes it, None if it must be copied at once."""
+        owners: dict[int, torch.optim.Optimizer | None] = {}
+        for optimizer in self.optimizers:
+            for p in chain.from_iterable(g["params"] for g in optimizer.param_groups):
+                # FSDP1 and ZeRO-3 resize storage under the parameter; shared memory has writers that no hook announces.
+                plain = not (hasattr(p, "_is_flat_param") or hasattr(p, "ds_id") or is_shared(p))
+                owners[id(p)] = optimizer if plain and owners.get(id(p), optimizer) is optimizer else None
+        return owners
+
+
+def _source(name: str, value: Any, allow_pickle: bool) -> Source:
+    if type(name) is not str or not name or name == "__metadata__" or any("\ud800" <= c <= "\udfff" for c in name):
+        raise StateError(f"a name in the state must be a non-empty string of valid text, not {name!r}")
+    if isinstance(value, torch.nn.Module):
+        return ModuleSource(name, value, allow_pickle=allow_pickle)
+    if isinstance(value, torch.optim.Optimizer) and is_stock_optimizer(value):
+        return OptimizerSource(name, value, allow_pickle=allow_pickle)
+    if isinstance(value, torch.Tensor):
+        return TensorSource(name, value, allow_pickle=allow_pickle)
+    if type(value) in CONTAINERS:
+        return ContainerSource(name, value, allow_pickle=allow_pickle)
+    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+        return ObjectSource(name, value, allow_pickle=allow_pickle)
+    raise StateError(
+        f"{type(value).__name__} cannot be filled in place by a restore; put it into a dictionary "
+        "(as in {'progress': {'epoch': 3}}) or give it state_dict() and load_state_dict()",
+        path=name,
+    )
+
+
+__all__ = ["RNG", "Collected", "Place", "State"]
