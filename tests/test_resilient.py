@@ -1,4 +1,4 @@
-"""The pure part of `memckpt.resilient`: who runs which rank after a failure, and whether there is anything to go on with."""
+"""The pure part of `memckpt.resilient`: who runs which rank after a failure, and whether anything is left to go on."""
 
 from __future__ import annotations
 

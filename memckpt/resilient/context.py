@@ -7,6 +7,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
+from memckpt import surroundings
 from memckpt.comm.base import Communicator
 from memckpt.errors import PeerLost
 from memckpt.resilient import groups, world
@@ -14,6 +15,21 @@ from memckpt.resilient.roster import Loss
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+
+_current: Context | None = None
+
+
+def enter(ctx: Context | None) -> None:
+    """Make `ctx` what this process, and every Checkpointer made in it, is in; None to leave it. Local."""
+    global _current
+    _current = ctx
+    surroundings.enter(ctx)
+
+
+def current() -> Context | None:
+    """The context of the `train` that this process is in; None outside of `run`. Local."""
+    return _current
 
 
 class Abandonable(Protocol):
@@ -63,7 +79,8 @@ class Context:
     timeline : dict of str to float
         Of the regrouping that led here. Wall clock, seconds since the epoch: "seen", "left", "gathered", "entered".
         Seconds: "leave" (until the training thread came back), "gather" (until all survivors did), "shrink",
-        "exchange", "split", "agree", and "regroup", the sum of all after the gathering, revoke included. Empty at the start.
+        "exchange", "split", "agree", and "regroup", which is all after the gathering (also of attempts that a further
+        loss ended). Empty at the start.
     resilient : bool
         Whether a lost peer leads back here; False without ULFM.
     had_commit : bool
@@ -79,6 +96,7 @@ class Context:
         *,
         members: world.World | None,
         deadline_s: float,
+        had_commit: bool = False,
     ) -> None:
         self.comm = comm
         self.rank, self.world = comm.Get_rank(), comm.Get_size()
@@ -86,7 +104,7 @@ class Context:
         self.failures = failures
         self.timeline = timeline
         self.resilient = members is not None
-        self.had_commit = False
+        self.had_commit = had_commit
         self.done = -1
         self._members = members
         self._deadline_s = deadline_s
@@ -121,8 +139,7 @@ class Context:
         return part
 
     def init_process_group(self, backend: str = "gloo", *, timeout_s: float = 600.0, **options: Any) -> None:
-        """``torch.distributed.init_process_group`` for the active ranks, new in each generation and destroyed with it.
-        Collective.
+        """Initialise torch.distributed for the active ranks; destroyed with the generation. Collective.
 
         Parameters
         ----------
@@ -167,8 +184,7 @@ class Context:
             raise PeerLost("a peer is gone; this generation has ended", rank=self.rank)
 
     def on_failure(self, error: BaseException | str) -> None:
-        """End this generation: revoke its communicators and break its process groups, so that a waiting training
-        thread comes back.
+        """End this generation: revoke its communicators, break its process groups, so that waiting threads come back.
 
         Called by whoever sees that a peer is gone, from any thread; idempotent. Local, and every other rank is told.
         """

@@ -97,6 +97,7 @@ def init(comm: MPI.Intracomm, backend: str, generation: int, timeout_s: float, o
         A peer is gone.
     """
     import torch.distributed as dist
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     if dist.is_initialized():
         raise UsageError("torch.distributed is initialized already; leave it to ctx.init_process_group")
@@ -108,7 +109,7 @@ def init(comm: MPI.Intracomm, backend: str, generation: int, timeout_s: float, o
         # Bound here and handed over, so that no other process can take the port in between.
         listener = socket.create_server(("", 0), backlog=max(128, size))
         port = listener.getsockname()[1]
-        server = dist.TCPStore(
+        server = TCPStore(
             "127.0.0.1", port, size, True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         text = f"{_address()} {port}".encode()
@@ -116,10 +117,10 @@ def init(comm: MPI.Intracomm, backend: str, generation: int, timeout_s: float, o
     finish(comm.Ibcast(where, 0), timeout_s, "address of the store")
     host, _, port_text = where.tobytes().rstrip(b"\0").decode().partition(" ")
     try:
-        store = server or dist.TCPStore(host, int(port_text), size, False, timeout=timeout, wait_for_workers=False)
+        store = server or TCPStore(host, int(port_text), size, False, timeout=timeout, wait_for_workers=False)
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(f"memckpt-{generation}", store),
+            store=PrefixStore(f"memckpt-{generation}", store),
             rank=rank,
             world_size=size,
             timeout=timeout,
@@ -157,5 +158,5 @@ def failure(error: BaseException) -> bool:
         return False
     if isinstance(error, dist.DistError):
         return True
-    marks = ("gloo", "connection closed by peer", "connection reset", "broken pipe", "socket", "nccl", "store", "timed out")
+    marks = ("gloo", "nccl", "closed by peer", "connection reset", "broken pipe", "socket", "store", "timed out")
     return type(error) is RuntimeError and any(mark in str(error).lower() for mark in marks)

@@ -46,7 +46,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     pid : int
         Its process, for messages.
     state : str
-        "waiting" (a spare), "finished", "interrupted" (its training was ended by a failure) or "failed" (by its own error).
+        "waiting" (a spare), "finished", "interrupted" (by the loss of a peer) or "failed" (by an error of its own).
     reason : str
         What ended its training.
     generation : int
@@ -131,9 +131,9 @@ def fill(lost: Sequence[Loss], spares: Sequence[tuple[int, Place]]) -> dict[int,
     """
     free = dict(spares)
     chosen: dict[int, int] = {}
-    for near in (lambda a, b: a.node == b.node, lambda a, b: a.domain == b.domain):
+    for near in ("node", "domain"):
         for loss in lost:
-            fits = [i for i in free if near(free[i], loss.place)]
+            fits = [i for i in free if getattr(free[i], near) == getattr(loss.place, near)]
             if loss.logical not in chosen and fits:
                 chosen[loss.logical] = fits[0]
                 del free[fits[0]]
@@ -180,8 +180,8 @@ def decide(members: Sequence[Member], active: int, before: Sequence[Place]) -> D
         return Decision(
             "fail",
             lost=lost,
-            reason=f"not enough spares: rank {ranks} lost, {len(spares)} spare left; start the same program again to go on "
-            "from the snapshots in memory",
+            reason=f"not enough spares: rank {ranks} lost, {len(spares)} spare left; start the same program again "
+            "to go on from the snapshots in memory",
         )
     at |= fill(lost, spares)
     reasons = [members[i].reason for _, i in sorted(at.items()) if members[i].reason]

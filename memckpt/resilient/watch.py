@@ -53,7 +53,8 @@ class Heartbeat:
         self.job, self.frozen_s, self.silent_s = job, frozen_s, silent_s
         # The launcher's own folder for this job on this host: it goes with the job, however the job ends.
         base = os.environ.get("PMIX_SERVER_TMPDIR", "")
-        folder = Path(base if os.path.isdir(base) else tempfile.gettempdir(), f"memckpt-{os.getuid()}-{job.replace('/', '_')}")
+        base = base if os.path.isdir(base) else tempfile.gettempdir()
+        folder = Path(base, f"memckpt-{os.getuid()}-{job.replace('/', '_')}")
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat(follow_symlinks=False).st_uid != os.getuid():
             raise MemckptError("the folder for heartbeats belongs to somebody else", path=str(folder))
@@ -89,11 +90,11 @@ class Heartbeat:
 
     def kill_the_frozen(self) -> list[str]:
         """SIGKILL the neighbours of this job that stand still; what was done, for messages. Local."""
-        done = []
-        for info in self.look():
-            if process.kill_if_ours(info, run=RUN, job=self.job, deadline_s=0.5):
-                done.append(f"{info} stood still and was killed")
-        return done
+        return [
+            f"{info} stood still and was killed"
+            for info in self.look()
+            if process.kill_if_ours(info, run=RUN, job=self.job, deadline_s=0.5)
+        ]
 
     def close(self) -> None:
         self._lock.release()
@@ -189,4 +190,4 @@ class Watch(threading.Thread):
                 self._on_loss("a peer was lost" if hit else "a peer asked to regroup")
         if self._tripped_at is not None and now - self._tripped_at > self._grace_s:
             doing = "training did not return" if self._phase == "train" else "the survivors could not regroup"
-            end_process(f"{doing} within {self._grace_s:g} s after a loss; this process ends, so that the others can go on")
+            end_process(f"{doing} within {self._grace_s:g} s after a loss; this process ends so that others can go on")

@@ -13,8 +13,9 @@ Every wait is polled where MPI lets it. Facts this stands on, all seen with Open
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,6 +48,12 @@ def finish(request: MPI.Request, deadline_s: float, what: str) -> None:
             raise DeadlineExceeded(f"{what}: a peer did not take part within {deadline_s:g} s")
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.3, PAUSE_MAX_S)
+
+
+def has_ulfm() -> bool:
+    """Whether this job was started so that MPI survives a lost process. Local."""
+    enabled = os.environ.get("OMPI_MCA_mpi_ft_enable", "0")  # noqa: SIM112, Open MPI's own spelling
+    return enabled.lower() in ("1", "true", "yes", "enabled", "t")
 
 
 def peer_loss(error: BaseException) -> bool:
@@ -100,8 +107,11 @@ class World:
         return bool(flag[0]), clean
 
     def shrink(self) -> World:
-        """The living members as a new world. Collective over the living; completes in spite of deaths and revocation."""
-        new: MPI.Intracomm = self.comm.Shrink()
+        """The living members as a new world. Collective over the living; completes in spite of deaths and revocation.
+
+        Blocks until all of them take part.
+        """
+        new: Any = self.comm.Shrink()
         new.Set_errhandler(load_mpi().ERRORS_RETURN)
         self.agree(True)  # from here on everybody is out of Shrink, and the new one may be revoked
         return World(new, self.deadline_s)
@@ -120,13 +130,13 @@ class World:
         return [roster.decode(row.tobytes()) for row in everybody]
 
     def split(self, logical: int) -> MPI.Intracomm | None:
-        """The communicator of the active members, `logical` being its rank; None for a spare. Collective; blocks, see above."""
+        """The active members in the order of their `logical` ranks; None on a spare. Collective; blocks, see above."""
         MPI = load_mpi()
-        comm = self.comm.Split(MPI.UNDEFINED if logical < 0 else 0, max(logical, 0))
+        comm: Any = self.comm.Split(MPI.UNDEFINED if logical < 0 else 0, max(logical, 0))
         if logical < 0:
             return None
         comm.Set_errhandler(MPI.ERRORS_RETURN)
-        return comm
+        return comm  # type: ignore[no-any-return]
 
     def revoke(self) -> None:
         """Tell every member; their pending operations on this world, agreements excepted, end with an error. Local."""
@@ -154,7 +164,13 @@ def revoke(comm: Any) -> None:
 
 
 def split_with_care(parent: MPI.Intracomm, color: int, key: int, deadline_s: float, broken: Callable[[], bool]) -> Any:
-    """``parent.Split`` whose result may be revoked by any member at once: returns when every member has left the call. Collective."""
+    """``parent.Split`` that returns when all members have left the call, so that each may revoke the result. Collective.
+
+    Raises
+    ------
+    DeadlineExceeded
+        `broken` says that a peer is gone, or one does not take part.
+    """
     MPI = load_mpi()
     comm = parent.Split(color, key)
     if comm == MPI.COMM_NULL:
@@ -169,8 +185,3 @@ def split_with_care(parent: MPI.Intracomm, color: int, key: int, deadline_s: flo
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.3, PAUSE_MAX_S)
     return comm
-
-
-def places_of(members: Sequence[roster.Member], positions: Sequence[int]) -> list[roster.Place]:
-    """Where each logical rank runs now. Local."""
-    return [members[i].place for i in positions]

@@ -20,7 +20,9 @@ def lines(result: Result) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 
 
-def toy(n: int, *args: str, ulfm: bool = True, timeout_s: float = 90.0, **env: str) -> tuple[Result, list[dict[str, Any]]]:
+def toy(
+    n: int, *args: str, ulfm: bool = True, timeout_s: float = 90.0, **env: str
+) -> tuple[Result, list[dict[str, Any]]]:
     result = mpirun(n, TOY, *args, ulfm=ulfm, timeout_s=timeout_s, env=env)
     assert not result.timed_out, f"{result}\n{result.stdout}\n{result.stderr}"
     return result, lines(result)
