@@ -211,8 +211,8 @@ class Saving:
         self._submit(
             self._history.base.step,
             SealedSource(self.pool.holdings[self._rank].committed),
-            [r.target for r in self._rebuild if r.shard == self._rank],
-            [r.shard for r in self._rebuild if r.target == self._rank],
+            [r.to_rank for r in self._rebuild if r.shard == self._rank],
+            [r.shard for r in self._rebuild if r.to_rank == self._rank],
             protect=True,
         )
 
