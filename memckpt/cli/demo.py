@@ -34,7 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="in-job: one rank dies, a spare takes its place; relaunch: the whole job dies, one of two pretended nodes "
         "loses its memory, and the job is started again with its ranks permuted (default: in-job)",
     )
-    parser.add_argument("--timeout", type=float, default=180.0, help="seconds until it gives up (default: 180)")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds until it gives up (default: 300)")
     parser.add_argument("--keep", action="store_true", help="keep the run's memory and the logs")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a timeline")
     parser.set_defaults(run=run)

@@ -47,7 +47,7 @@ class Settings:
     signal: signal.Signals = signal.SIGKILL
     scenario: str = "in-job"
     keep: bool = False
-    timeout_s: float = 180.0
+    timeout_s: float = 300.0
 
 
 @dataclass(frozen=True)
@@ -219,12 +219,14 @@ class Observer:
 
 
 @contextmanager
-def _scratch(keep: bool) -> Iterator[Path]:
+def _scratch(keep: bool, say: Callable[[str], None]) -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="memckpt-"))
     try:
         yield directory
     finally:
-        if not keep:
+        if keep:
+            say(f"logs are kept in {directory}")
+        else:
             shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -236,7 +238,7 @@ def observe(settings: Settings, say: Callable[[str], None] = lambda message: Non
     DemoFailed
         When it could not be carried to its end, within the time limit; nothing is left running.
     """
-    with _scratch(settings.keep) as directory:
+    with _scratch(settings.keep, say) as directory:
         observer = Observer(settings, directory, say)
         try:
             return observer.judge()

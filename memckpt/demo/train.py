@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import memckpt
+from memckpt import resilient
+from memckpt.checkpointer import Checkpointer
 from memckpt.demo import log as events
 from memckpt.demo.gpt import GPT, GPTConfig
 from memckpt.demo.text import Batches, standard_library
@@ -123,13 +124,13 @@ class Program:
         self.run(Training.build(rank, active, self.args.seed, self.args.steps), rank, 0, lambda step: None)
         dist.destroy_process_group()
 
-    def protected(self, ctx: memckpt.Context) -> None:
+    def protected(self, ctx: resilient.Context) -> None:
         """What `memckpt.run` calls, again after each failure. Collective over the active ranks."""
         self.log.write(events.Entered(events.now(), ctx.rank, ctx.generation, dict(ctx.timeline)))
         ctx.init_process_group("gloo")
         training = Training.build(ctx.rank, ctx.world, self.args.seed, self.args.steps)
         deadline = self.args.deadline
-        with memckpt.Checkpointer(training.states(), name=self.args.run, every=1, deadline=deadline) as checkpointer:
+        with Checkpointer(training.states(), name=self.args.run, every=1, deadline=deadline) as checkpointer:
             report = checkpointer.restore()
             self.log.write(
                 events.Restored(
@@ -178,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.plain:
         program.plain(world_rank)
     else:
-        memckpt.run(program.protected, active=args.active)
+        resilient.run(program.protected, active=args.active)
     return 0
 
 

@@ -14,12 +14,12 @@ from memckpt.demo.history import Comparison, History
 from memckpt.demo.job import Job
 from memckpt.demo.log import Follower
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(340)]
 
 
 def demo(*words: str) -> dict[str, object]:
     done = subprocess.run(
-        [sys.executable, "-m", "memckpt.cli", "demo", "--json", *words], capture_output=True, text=True, timeout=280
+        [sys.executable, "-m", "memckpt.cli", "demo", "--json", *words], capture_output=True, text=True, timeout=320
     )
     assert done.returncode == 0, done.stderr + done.stdout
     result = json.loads(done.stdout.splitlines()[-1])
