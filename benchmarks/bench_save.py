@@ -2,16 +2,17 @@
 
 ``mpirun --oversubscribe -n 2 python benchmarks/bench_save.py [--json] [--quick] [--state NAME ...]``
 
-Three states of real parameters and a real optimizer (`_training.py`), every tensor changed between saves, each rank with one
-thread and as its own node, ``Mirror(1)``. Restored bytes are compared with saved ones before anything is timed. Each figure is
-the median of several rounds, each round the maximum over ranks.
+Three states of real parameters and a real optimizer (`_training.py`), every tensor changed between saves, each rank
+with one thread and as its own node, ``Mirror(1)``. Restored bytes are compared with saved ones before anything is
+timed. Each figure is the median of several rounds, each round the maximum over ranks.
 
 blocked_NAME
-    Training time blocked per save: `step()` plus the wait in the fence, against `torch.distributed.checkpoint.async_save` with
-    a reused stager in the same run. DCP is given a flat dict of plain tensors, its best case.
+    Training time blocked per save: `step()` plus the wait in the fence, against
+    `torch.distributed.checkpoint.async_save` with a reused stager in the same run. DCP is given a flat dict of plain
+    tensors, its best case.
 added_NAME
-    Time that a save adds to the steps that it runs behind, saves on and off taking turns, against one plain copy and one raw MPI
-    exchange of the same bytes: on a CPU copying takes its cores from training.
+    Time that a save adds to the steps that it runs behind, saves on and off taking turns, against one plain copy and
+    one raw MPI exchange of the same bytes: on a CPU copying takes its cores from training.
 replicated_NAME
     From `step()` until every snapshot and every replica is sealed and voted on, against the same.
 memory
@@ -73,7 +74,9 @@ def timed(action: Callable[[], object], rounds: int, before: Callable[[], object
 
 
 def raw_limits(nbytes: int, rounds: int) -> tuple[float, float]:
-    """Seconds of one plain copy into touched memory and of one MPI exchange of `nbytes`, all ranks at once. Collective."""
+    """Seconds of one plain copy into touched memory and of one MPI exchange of `nbytes`, all ranks at once.
+    Collective.
+    """
     source, target = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
     peer, send, receive = world.rank ^ 1, source.numpy(), target.numpy()
     target.copy_(source)
@@ -163,7 +166,9 @@ class Saving:
         return time.perf_counter() - begin
 
     def finish(self) -> None:
-        """Take the steps after one that saved. The last one tells all ranks that the save has ended, so the next may begin."""
+        """Take the steps after one that saved. The last one tells all ranks that the save has ended, so the next may
+        begin.
+        """
         while (self.step + 1) % EVERY:
             self.train()
             if (self.step + 2) % EVERY == 0:
@@ -171,7 +176,9 @@ class Saving:
             self.advance()
 
     def validate(self) -> None:
-        """What comes back is what was saved, every byte; and every tensor differs from one save to the next. Collective."""
+        """What comes back is what was saved, every byte; and every tensor differs from one save to the next.
+        Collective.
+        """
         self.finish()
         previous: dict[str, torch.Tensor] = {}
         for _ in range(2):

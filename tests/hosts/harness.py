@@ -1,9 +1,11 @@
-"""Several hosts on one machine: network namespaces on a bridge, each with its own /dev/shm, IPC, host name and hosts file.
+"""Several hosts on one machine: network namespaces on a bridge, each with its own /dev/shm, IPC, host name and hosts
+file.
 
-As root only. A host is a process that sleeps in namespaces of its own; its memory lives as long as that process does. Losing
-power is a SIGKILL of everything in its network namespace, after which its /dev/shm is gone; `boot` gives it an empty one. What
-hosts share: the file system but for /dev/shm and /etc/hosts, and the numbers of processes. Nothing of the machine itself is
-changed: names of interfaces carry this process's number, and /etc/hosts is replaced inside the namespaces only.
+As root only. A host is a process that sleeps in namespaces of its own; its memory lives as long as that process does.
+Losing power is a SIGKILL of everything in its network namespace, after which its /dev/shm is gone; `boot` gives it an
+empty one. What hosts share: the file system but for /dev/shm and /etc/hosts, and the numbers of processes. Nothing of
+the machine itself is changed: names of interfaces carry this process's number, and /etc/hosts is replaced inside the
+namespaces only.
 
 The first host is the one that mpirun is started on; it stays.
 """

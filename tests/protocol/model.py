@@ -6,13 +6,14 @@ A breadth-first search over every interleaving that a budget of failures allows.
 * I2: a recovery never mixes two histories;
 * I5: nobody waits for ever: a state that is not the end has a move that is no failure.
 
-Modelled: own and replica slots as memory that outlives a process but not a node; capture (torn until sealed), streaming to the
-holder, the replica's seal, votes latched one by one, outcomes learnt by each rank at its own time, errors seen by some ranks
-only, a definite "no", local time-outs, crashes of processes and nodes at any moment (in recovery too), relaunch (which kills
-whatever still runs), plan, load, protecting again, agreement, zombie writers, wiping at close.
+Modelled: own and replica slots as memory that outlives a process but not a node; capture (torn until sealed),
+streaming to the holder, the replica's seal, votes latched one by one, outcomes learnt by each rank at its own time,
+errors seen by some ranks only, a definite "no", local time-outs, crashes of processes and nodes at any moment (in
+recovery too), relaunch (which kills whatever still runs), plan, load, protecting again, agreement, zombie writers,
+wiping at close.
 
-Not modelled, and left to the tests on the thread communicator: lost or reordered messages, matching of single chunks, CRC
-failures, storage, changes of layout, parity, more than one save in flight.
+Not modelled, and left to the tests on the thread communicator: lost or reordered messages, matching of single chunks,
+CRC failures, storage, changes of layout, parity, more than one save in flight.
 
 ``python -m tests.protocol.model [-tSECONDS] [ROW ...]`` prints verdicts and traces.
 """
@@ -31,8 +32,8 @@ from typing import Literal, NamedTuple
 class Rules:
     """The rules of the protocol. The defaults are the protocol; each other value leaves one rule out."""
 
-    #: which slot a new snapshot may take. pinned: any but the newest committed one. oldest: that of the oldest committed step,
-    #: so that dropped steps hold theirs for ever. newer: one older than the newest commit
+    #: which slot a new snapshot may take. pinned: any but the newest committed one. oldest: that of the oldest
+    #: committed step, so that dropped steps hold theirs for ever. newer: one older than the newest commit
     slots: Literal["pinned", "oldest", "newer"] = "pinned"
     #: seals carry a generation and snapshots combine only within one
     generations: bool = True
@@ -40,8 +41,8 @@ class Rules:
     on_error: Literal["doubt", "drop"] = "doubt"
     #: what a local deadline means. drop: a no, after this rank voted. late: a no, although all others said yes
     on_deadline: Literal["doubt", "drop", "late"] = "doubt"
-    #: when a rank may vote yes. holder: its own snapshot and the replicas it holds are sealed. ack: its own is, and its holder said
-    #: that the replica is sealed. early: the holder has begun to receive
+    #: when a rank may vote yes. holder: its own snapshot and the replicas it holds are sealed. ack: its own is, and
+    #: its holder said that the replica is sealed. early: the holder has begun to receive
     vote: Literal["holder", "ack", "early"] = "holder"
     #: a fetched snapshot is put into a slot and sealed, not only loaded
     store_fetched: bool = True
@@ -156,7 +157,7 @@ def put(pairs: tuple[Pair, ...], rank: int, index: int, slot: Slot | None) -> tu
     """`pairs` with one slot of one rank replaced."""
     first, second = pairs[rank]
     pair = (slot, second) if index == 0 else (first, slot)
-    return pairs[:rank] + (pair,) + pairs[rank + 1 :]
+    return (*pairs[:rank], pair, *pairs[rank + 1 :])
 
 
 def find(pair: Pair, history: int, step: int, marks: str = "TS") -> int:
@@ -199,7 +200,7 @@ class Model:
         n = self.steps + 1
         return ("?",) * n, (frozenset[int](),) * n
 
-    # -- decisions that the code under test takes as well ------------------------------------------------------------------
+    # -- decisions that the code under test takes as well ----------------------------------------------------
 
     def pick(self, pair: Pair, known: History | None) -> int:
         """The slot that a new snapshot takes, given the newest commit known here; -1: none is free."""
@@ -226,7 +227,8 @@ class Model:
         return unwritten_first(pair, free)
 
     def plan(self, state: State) -> tuple[Base | None, set[int]]:
-        """What a recovery would take: the newest step, newest generation first, of which every shard is sealed somewhere.
+        """What a recovery would take: the newest step, newest generation first, of which every shard is sealed
+        somewhere.
 
         Also the histories that its snapshots come from; more than one is a mixed checkpoint.
         """
@@ -251,7 +253,7 @@ class Model:
         fallback = (max(histories(older)), older[1]) if older and self.rules.fallback else None
         return Base(best[0], max(histories(best)), best[1], fallback), histories(best)
 
-    # -- moves -------------------------------------------------------------------------------------------------------------
+    # -- moves -----------------------------------------------------------------------------------------------
 
     def moves(self, state: State) -> Iterator[Move]:
         """Everything that can happen next."""
@@ -275,7 +277,7 @@ class Model:
     def _with(state: State, r: int, rank: Rank | None = None, /, **changes: object) -> State:
         """`state` with rank r, slots or shared fields replaced."""
         own, rep = changes.pop("own", state.own), changes.pop("rep", state.rep)
-        ranks = state.ranks[:r] + (rank,) + state.ranks[r + 1 :] if rank else state.ranks
+        ranks = (*state.ranks[:r], rank, *state.ranks[r + 1 :]) if rank else state.ranks
         shared = state.shared._replace(**changes) if changes else state.shared  # type: ignore[arg-type]
         return State(own, rep, ranks, shared)  # type: ignore[arg-type]
 
@@ -285,7 +287,7 @@ class Model:
 
     @staticmethod
     def _outcome(shared: Shared, step: int, outcome: str) -> tuple[str, ...]:
-        return shared.outcome[:step] + (outcome,) + shared.outcome[step + 1 :]
+        return (*shared.outcome[:step], outcome, *shared.outcome[step + 1 :])
 
     def _capture(self, state: State, r: int) -> Iterator[Move]:
         rank, shared = state.ranks[r], state.shared
@@ -320,7 +322,8 @@ class Model:
             index = self.pick(state.rep[r], max((x for x in (holder.known, rank.known) if x), default=None))
             if index >= 0:
                 rep = put(state.rep, r, index, Slot(shared.generation, shared.history, step, "T"))
-                text = f"rank {h} starts to receive {step} of rank {r} into replica slot {index} (was {state.rep[r][index]})"
+                was = state.rep[r][index]
+                text = f"rank {h} starts to receive {step} of rank {r} into replica slot {index} (was {was})"
                 yield Move(text, self._with(state, r, rep=rep))
         elif state.rep[r][index].mark == "T" and rank.phase == "S":  # type: ignore[union-attr]
             rep = put(state.rep, r, index, Slot(shared.generation, shared.history, step, "S"))
@@ -341,7 +344,7 @@ class Model:
             ready = find(state.rep[r], shared.history, step, "S" if self.rules.vote == "ack" else "TS") >= 0
         if ready:
             ballot = shared.votes[step] | {r}
-            votes = shared.votes[:step] + (ballot,) + shared.votes[step + 1 :]
+            votes = (*shared.votes[:step], ballot, *shared.votes[step + 1 :])
             outcome = self._outcome(shared, step, "y") if len(ballot) == self.size else shared.outcome
             yield Move(f"rank {r} votes yes on {step}", self._with(state, r, votes=votes, outcome=outcome))
 
@@ -545,7 +548,7 @@ class Model:
                         State(state.own, state.rep, ranks, haunted),
                     )
 
-    # -- search ------------------------------------------------------------------------------------------------------------
+    # -- search ----------------------------------------------------------------------------------------------
 
     def done(self, state: State) -> bool:
         """Whether everybody has trained to the end."""
