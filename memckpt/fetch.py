@@ -5,8 +5,9 @@ Wire format, between one serving rank and one fetching rank, all little-endian:
 ====== ========== ===================== =================================================================
 tag    direction  length                content
 ====== ========== ===================== =================================================================
-sizes  to fetch   16                    length of the seal, length of the head; zeros: it is not there
-head   to fetch   as announced          the seal, then the leading chunks of the file that hold its header
+sizes  to fetch   16                    length of the seal (0: it is not there), length of the head
+head   to fetch   as announced          the seal, then the leading chunks of the file that hold its header;
+                                        or, without a seal, why not
 go     to serve   1                     1: send the rest, 0: do not
 chunk  to fetch   4 MiB, last less      each further chunk of the file
 end    to fetch   1                     1: the seal is still the same
@@ -27,8 +28,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
-
 from memckpt import _native, faults
 from memckpt.arena import Arena
 from memckpt.comm.base import FIRST_TAG, PAUSE_MAX_S, PAUSE_MIN_S, SPINS, Communicator, Request
@@ -41,6 +40,7 @@ WINDOW = 4
 
 _SIZES, _HEAD, _GO, _CHUNK, _END = (FIRST_TAG + i for i in range(5))
 _LENGTHS = struct.Struct("<QQ")
+_MAX_REASON_NBYTES = 1000
 
 T = TypeVar("T")
 Steps = Generator[Callable[[], bool], None, T]
@@ -166,11 +166,11 @@ def _cut(head: bytes) -> list[bytes]:
 def send_head(comm: Communicator, offer: Offer, dest: int) -> Steps[None]:
     """Serving rank, first part: the seal and the header."""
     seal = encode(offer.seal) if offer.seal is not None else b""
-    requests = [comm.isend(_LENGTHS.pack(len(seal), len(offer.head)), dest, _SIZES)]
-    if seal:
-        requests.append(comm.isend(seal + offer.head, dest, _HEAD))
-    for request in requests:
-        yield request.test
+    head = offer.head if seal else offer.reason.encode()[:_MAX_REASON_NBYTES]
+    sizes = comm.isend(_LENGTHS.pack(len(seal), len(head)), dest, _SIZES)
+    both = comm.isend(seal + head, dest, _HEAD)
+    yield sizes.test
+    yield both.test
 
 
 def receive_head(comm: Communicator, source: int) -> Steps[Offer]:
@@ -180,10 +180,10 @@ def receive_head(comm: Communicator, source: int) -> Steps[Offer]:
     seal_nbytes, head_nbytes = _LENGTHS.unpack(sizes)
     if seal_nbytes > MAX_SEAL_NBYTES or head_nbytes > MAX_HEADER_NBYTES + _native.CHUNK_BYTES:
         raise ProtocolError(f"a seal of {seal_nbytes} and a head of {head_nbytes} bytes announced", rank=source)
-    if not seal_nbytes:
-        return Offer(reason="it is not there any more, or not whole")
     buffer = bytearray(seal_nbytes + head_nbytes)
     yield comm.irecv(buffer, source, _HEAD).test
+    if not seal_nbytes:
+        return Offer(reason=buffer[:_MAX_REASON_NBYTES].decode(errors="replace"))
     try:
         seal, head = decode(bytes(buffer[:seal_nbytes])), bytes(buffer[seal_nbytes:])
         _check_head(head, seal)
@@ -229,10 +229,10 @@ def receive_rest(
     nbytes, crcs = offer.seal.nbytes, []
     for i, chunk in enumerate(_cut(offer.head)):
         crcs.append(_native.copy_crc(slot.memory, i * _native.CHUNK_BYTES, chunk))
-    spare = [np.empty(_native.CHUNK_BYTES, dtype=np.uint8) for _ in range(WINDOW)]
-    posted: deque[tuple[Request, np.ndarray, int]] = deque()
-    copies: deque[tuple[Future[int], np.ndarray]] = deque()
     at = len(offer.head)
+    spare = [memoryview(bytearray(_native.CHUNK_BYTES)) for _ in range(min(WINDOW, chunks_of(nbytes - at)))]
+    posted: deque[tuple[Request, memoryview, int]] = deque()
+    copies: deque[tuple[Future[int], memoryview]] = deque()
     while at < nbytes or posted or copies:
         while at < nbytes and spare:
             buffer = spare.pop()
@@ -243,8 +243,8 @@ def receive_rest(
             request, buffer, start = posted.popleft()
             if request.nbytes != min(_native.CHUNK_BYTES, nbytes - start):
                 raise ProtocolError(f"a chunk of {request.nbytes} bytes at {start} of {nbytes}", rank=source)
-            chunk = memoryview(buffer)[: request.nbytes]
-            copies.append((worker.submit(_native.copy_crc, slot.memory, start, chunk), buffer))
+            copy = worker.submit(_native.copy_crc, slot.memory, start, buffer[: request.nbytes])
+            copies.append((copy, buffer))
             faults.point("recover.chunk", comm.rank, offer.seal.step)
         while copies and copies[0][0].done():
             copy, buffer = copies.popleft()
