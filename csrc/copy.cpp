@@ -41,6 +41,10 @@ const void* pointer(std::uint64_t address) noexcept {
     return reinterpret_cast<const void*>(static_cast<std::uintptr_t>(address));
 }
 
+inline void prefetch(const void* start) noexcept {
+    for (std::size_t k = 0; k < kPrefetch; k += 64) __builtin_prefetch(static_cast<const char*>(start) + k);
+}
+
 }  // namespace
 
 void check(const Pieces& p, std::uint64_t file_nbytes, bool may_overlap) {
@@ -146,8 +150,7 @@ private:
                 // The next piece is somewhere else in memory: where it starts is fetched while this one is copied.
                 std::size_t filled = 0;
                 while (filled + part <= kRun) {
-                    if (i + 1 < pieces_.size())
-                        for (std::size_t k = 0; k < kPrefetch; k += 64) __builtin_prefetch(static_cast<const char*>(pointer(pieces_.address[i + 1])) + k);
+                    if (i + 1 < pieces_.size()) prefetch(pointer(pieces_.address[i + 1]));
                     std::memcpy(buffer + filled, pointer(pieces_.address[i] + (at + filled - pieces_.offset[i])), part);
                     filled += part;
                     while (i < pieces_.size() && pieces_.end(i) <= at + filled) ++i;
@@ -241,6 +244,9 @@ public:
     }
 
 private:
+    // Not left to the destructor: a worker may still hold the task for a moment after the caller has its result.
+    void finished() noexcept override { use_.drop(); }
+
     void run(std::size_t unit) override {
         const std::uint64_t from = static_cast<std::uint64_t>(chunks_[unit]) * kChunk;
         const std::uint64_t to = std::min<std::uint64_t>(from + kChunk, file_nbytes_);
