@@ -25,6 +25,8 @@ from memckpt.process import ProcessInfo
 from memckpt.seal import Generation, Seal
 from memckpt.slotfile import DATA, SEAL, Found, Slot, data_path, examine, read_seal, seal_path, slot_of
 
+__all__ = ["DEFAULT_BASE", "Arena", "Found", "RunId", "Slot", "default_base", "default_node"]
+
 DEFAULT_BASE = "/dev/shm"
 _FINISHED, _IDENTITY, _PROCS = "finished", "run.json", "procs"
 

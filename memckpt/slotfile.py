@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable
 from types import TracebackType
 
@@ -222,9 +223,18 @@ class Slot:
 
     def close(self) -> None:
         """Let go of the mapping; the file stays. Idempotent. BufferError while a copy still uses it."""
-        if not self._closed:
-            self.memory.close()
-            self._closed = True
+        if self._closed:
+            return
+        for attempt in range(10):
+            try:
+                self.memory.close()
+                break
+            except BufferError:
+                # A thread of the pool may hold on to a job for an instant after its end was told.
+                if attempt == 9:
+                    raise
+                time.sleep(0.002 * attempt)
+        self._closed = True
 
     def __enter__(self) -> Slot:
         return self

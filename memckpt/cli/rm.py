@@ -1,0 +1,68 @@
+"""``memckpt rm``: remove a run's memory from this node."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from memckpt.arena import Arena
+from memckpt.budget import format_nbytes
+from memckpt.cli import common
+from memckpt.errors import ForeignMemory, RunInUse
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the command line. Local."""
+    parser = subparsers.add_parser(
+        "rm",
+        help="remove a run's memory from this node",
+        description="Removes slots, seals and directory. A run that a living process holds is refused, always: end the "
+        "process first.",
+    )
+    common.add_options(parser, run=True)
+    parser.add_argument("--force", action="store_true", help="it is no error when there is no such run")
+    parser.set_defaults(run=run)
+
+
+def remove(arena: Arena) -> int:
+    """Remove one run from one node; bytes freed. Local.
+
+    Raises
+    ------
+    RunInUse
+        A living process holds it; nothing was removed.
+    ForeignMemory
+        Something in it is not ours and was left.
+    """
+    held = arena.lock()  # from here on, a job of this name that starts waits for us
+    try:
+        nbytes = arena.slots_nbytes()
+        arena.remove_all()
+        return nbytes
+    finally:
+        held.release()
+        arena.tidy()
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry the command out; 1 when something was not removed. Local."""
+    arenas = common.find(args) if args.force else common.find_or_fail(args)
+    removed: list[dict[str, Any]] = []
+    refused: list[dict[str, Any]] = []
+    for arena in arenas:
+        says = {"name": arena.run.name, "job": arena.run.job, "node": arena.node, "path": str(arena.path)}
+        try:
+            removed.append({**says, "bytes": remove(arena)})
+        except RunInUse as error:
+            refused.append({**says, "pid": error.pid, "reason": error.message})
+        except ForeignMemory as error:
+            refused.append({**says, "pid": None, "reason": str(error)})
+    if args.json:
+        common.print_json({"removed": removed, "refused": refused})
+    else:
+        for item in removed:
+            print(f"removed {item['path']}: {format_nbytes(item['bytes'])}")
+        for item in refused:
+            print(f"memckpt: not removed: {item['path']}: {item['reason']}", file=sys.stderr)
+    return 1 if refused else 0
