@@ -289,7 +289,12 @@ PYBIND11_MODULE(_native, m) {
                  const py::gil_scoped_release release;
                  return self->lock();
              })
-        .def("close", &SharedMemory::close)
+        .def("close",
+             [](const std::shared_ptr<SharedMemory>& self) {
+                 self->retire();
+                 const py::gil_scoped_release release;
+                 self->unmap();
+             })
         .def("__len__", &SharedMemory::nbytes)
         .def("__repr__", [](const SharedMemory& self) {
             return "<SharedMemory " + self.path() + ", " + std::to_string(self.nbytes()) + " bytes" +

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <deque>
 #include <stdexcept>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -17,14 +18,20 @@ namespace memckpt {
 class Pool {
 public:
     void submit(const std::shared_ptr<Task>& task) {
-        std::lock_guard<std::mutex> lock(mutex_);
+        std::unique_lock<std::mutex> lock(mutex_);
+        stopped_.wait(lock, [this] { return !stopping_; });
         const std::size_t wanted = std::min<std::size_t>(task->threads_, task->units_);
-        while (threads_.size() < wanted) threads_.push_back(spawn());
+        try {
+            while (threads_.size() < wanted) threads_.push_back(spawn());
+        } catch (const std::system_error&) {  // no more threads for this process: fewer will do, none will not
+            if (threads_.empty()) throw;
+        }
         queue_.push_back(task);
         wake_.notify_all();
     }
 
     void stop() {
+        std::lock_guard<std::mutex> alone(stop_mutex_);
         std::vector<std::thread> threads;
         {
             std::lock_guard<std::mutex> lock(mutex_);
@@ -35,6 +42,7 @@ public:
         for (auto& t : threads) t.join();
         std::lock_guard<std::mutex> lock(mutex_);
         stopping_ = false;
+        stopped_.notify_all();
     }
 
     std::size_t size() {
@@ -85,8 +93,8 @@ private:
         }
     }
 
-    std::mutex mutex_;
-    std::condition_variable wake_;
+    std::mutex mutex_, stop_mutex_;
+    std::condition_variable wake_, stopped_;
     std::deque<std::shared_ptr<Task>> queue_;
     std::vector<std::thread> threads_;
     bool stopping_ = false;

@@ -132,9 +132,7 @@ std::shared_ptr<SharedMemory> SharedMemory::open(const std::string& path, bool w
     return memory;
 }
 
-SharedMemory::~SharedMemory() noexcept {
-    if (address_ != nullptr && !closed_.exchange(true) && owner_ == ::getpid()) ::munmap(address_, nbytes_);
-}
+SharedMemory::~SharedMemory() noexcept { unmap(); }
 
 unsigned char* SharedMemory::data() const {
     if (closed_.load()) throw std::runtime_error("shared memory is closed: " + path_);
@@ -162,10 +160,15 @@ void SharedMemory::acquire() {
 
 void SharedMemory::release() noexcept { users_.fetch_sub(1); }
 
-void SharedMemory::close() {
-    // Acquire and close are both called with the GIL held, so no user can slip in between the two lines.
+void SharedMemory::retire() {
+    // Like acquire, called with the GIL held, so that no user can slip in between the two lines.
     if (users_.load() != 0) throw InUse("shared memory is in use by a buffer or a copy job: " + path_);
-    if (!closed_.exchange(true) && address_ != nullptr && owner_ == ::getpid()) ::munmap(address_, nbytes_);
+    closed_.store(true);
+}
+
+void SharedMemory::unmap() noexcept {
+    // In a forked child the addresses may belong to something else by now.
+    if (address_ != nullptr && !unmapped_.exchange(true) && owner_ == ::getpid()) ::munmap(address_, nbytes_);
 }
 
 }  // namespace memckpt

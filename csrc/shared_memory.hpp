@@ -2,8 +2,7 @@
 //
 // Contract: `create` makes a new file (O_EXCL, O_NOFOLLOW) and reserves every byte, or throws OsError and leaves no file;
 // so writing to it cannot end in SIGBUS for lack of space. `open` maps a whole existing regular file. The descriptor is
-// closed at once; the mapping alone is owned, movable nowhere (it is always held by shared_ptr), unmapped by the destructor
-// or `close`. A forked child does not inherit the mapping (MADV_DONTFORK): a long-lived DataLoader worker would otherwise
+// closed at once; the mapping alone is owned (through shared_ptr), and unmapped by the destructor or by `retire` and `unmap`. A forked child does not inherit the mapping (MADV_DONTFORK): a long-lived DataLoader worker would otherwise
 // keep the pages of removed slots; there `data()` throws.
 //
 // References: madvise(2), posix_fallocate(3), Linux Documentation/mm/transhuge.
@@ -34,7 +33,8 @@ public:
 
     void populate(unsigned threads);  // page tables filled, so that the first copy meets no page fault
     bool lock() noexcept;             // mlock; false where it is not permitted
-    void close();                     // throws InUse while somebody uses it
+    void retire();                    // closed from now on, for everybody; throws InUse while somebody uses it
+    void unmap() noexcept;            // after retire; long, so not part of it
 
     void acquire();           // one more user; throws when closed
     void release() noexcept;  // one less
@@ -48,7 +48,7 @@ private:
     const bool writable_;
     const pid_t owner_;
     std::atomic<std::size_t> users_{0};
-    std::atomic<bool> closed_{false};
+    std::atomic<bool> closed_{false}, unmapped_{false};
 };
 
 // Keeps a memory from being closed while a job works on it.

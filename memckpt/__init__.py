@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from memckpt.checkpointer import Checkpointer
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from memckpt.errors import (
     BudgetError,
     Closed,
@@ -21,12 +23,38 @@ from memckpt.errors import (
     StepMismatch,
     UsageError,
 )
-from memckpt.redundancy import Mirror
-from memckpt.reports import RestoreReport, Stats
-from memckpt.resilient import Context, run
-from memckpt.state import RNG
+
+if TYPE_CHECKING:
+    from memckpt.checkpointer import Checkpointer
+    from memckpt.redundancy import Mirror
+    from memckpt.reports import RestoreReport, Stats
+    from memckpt.resilient import Context, run
+    from memckpt.state import RNG
 
 __version__ = "0.1.0"
+
+# Loaded when first used: the command line needs no torch, and torch takes seconds to load.
+_LAZY = {
+    "RNG": "memckpt.state",
+    "Checkpointer": "memckpt.checkpointer",
+    "Context": "memckpt.resilient",
+    "Mirror": "memckpt.redundancy",
+    "RestoreReport": "memckpt.reports",
+    "Stats": "memckpt.reports",
+    "run": "memckpt.resilient",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LAZY[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
+
 
 __all__ = [
     "RNG",

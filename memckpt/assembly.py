@@ -13,7 +13,7 @@ import msgspec
 from memckpt import _native, budget, process, surroundings
 from memckpt.arena import Arena
 from memckpt.comm import Communicator, allgather, barrier, detect
-from memckpt.errors import BudgetError, MemckptError, ProtocolError, UsageError
+from memckpt.errors import MemckptError, ProtocolError, UsageError
 from memckpt.inventory import Place
 from memckpt.lock import ProcessLock
 from memckpt.options import Options, copies_of
@@ -204,26 +204,17 @@ def check_budget(parts: Parts, shard_nbytes: int) -> None:
         With the numbers of the first node where it does not fit.
     """
     session = parts.session
-    payload = shard_nbytes.to_bytes(8, "little")
-    shards = [int.from_bytes(said, "little") for said in allgather(session.comm, payload, session.deadline_s)]
-    refusal = _Refusal()
-    if session.is_first_of_node:
-        try:
-            budget.check(
-                needs(parts, shards),
-                base=parts.arena.base,
-                adopted_nbytes=sum(found.nbytes for found in parts.arena.inventory()),
-                node=session.node,
-                run=parts.run,
-            )
-        except BudgetError as error:
-            refusal = _Refusal(error.message, error.needed, error.free, error.path or "")
-    said = allgather(session.comm, msgspec.msgpack.encode(refusal), session.deadline_s)
-    for refusal in (msgspec.msgpack.decode(payload, type=_Refusal) for payload in said):
-        if refusal.message:
-            raise BudgetError(
-                refusal.message, needed=refusal.needed, free=refusal.free, run=parts.run, path=refusal.path
-            )
+    said = allgather(session.comm, shard_nbytes.to_bytes(8, "little"), session.deadline_s)
+    need = next(n for n in needs(parts, [int.from_bytes(nbytes, "little") for nbytes in said]) if n.rank == session.rank)
+    budget.check_together(
+        session.comm,
+        arena=parts.arena,
+        node_of=[place.node for place in session.places],
+        need_nbytes=need.slot_nbytes,
+        replica_nbytes=need.replica_nbytes,
+        private_nbytes=need.private_nbytes,
+        deadline_s=session.deadline_s,
+    )
 
 
 def predicted_nbytes(state: State) -> int:
@@ -239,13 +230,6 @@ def predicted_nbytes(state: State) -> int:
             fresh = (p for p in group["params"] if p.requires_grad and p not in optimizer.state)
             total += sum(p.nbytes * per_parameter + _SCALAR_NBYTES for p in fresh)
     return total
-
-
-class _Refusal(msgspec.Struct, frozen=True):
-    message: str = ""
-    needed: int = 0
-    free: int = 0
-    path: str = ""
 
 
 def needs(parts: Parts, shards: list[int]) -> list[budget.Need]:

@@ -110,6 +110,7 @@ class _Optimizer:
         self.source = source
         self.optimizer = source.optimizer
         self.parameters = source.parameters
+        self.live, self.found = source.live, source.found
         groups, state = node["groups"], node["state"]
         sizes = list(_expand(groups["sizes"]))
         wanted = [len(g["params"]) for g in self.optimizer.param_groups]
@@ -138,7 +139,7 @@ class _Optimizer:
 
     def _decoder(self, plan: Plan, fetched: set[str], *, in_place: bool) -> Decoder:
         fetch = plan.fetch(self.source, in_place=in_place)
-        live = self.source.found
+        live = self.found
 
         def noting(key: str) -> torch.Tensor:
             fetched.add(key)
@@ -161,8 +162,8 @@ class _Optimizer:
         if len(parts) < 3 or parts[0] != "state" or not parts[1].isdecimal() or int(parts[1]) not in self.values:
             raise CorruptSnapshot("a tensor that belongs to no parameter's state", path=key)
         index, name = int(parts[1]), _unkey(parts[2])
-        place = self.source.live.get(key)
-        held = self.source.found.get("/".join([self.source.key, *parts[:3]]))
+        place = self.live.get(key)
+        held = self.found.get("/".join([self.source.key, *parts[:3]]))
         if place is not None:
             if plan.fill(key, *place):
                 self.values[index][name] = held

@@ -15,7 +15,7 @@ import msgspec
 
 from memckpt.dtypes import ITEMSIZE, LOGICAL, PACKED_F4, ST_ITEMSIZE
 from memckpt.errors import CorruptSnapshot, MemckptError, ProtocolError
-from memckpt.strided import contiguous_stride, memory_of
+from memckpt.strided import Memory, contiguous_stride, memory_of
 
 FORMAT = 1
 PAGE = 4096
@@ -308,9 +308,9 @@ def _check_entry(e: Entry) -> None:
         if itemsize is None:
             raise fail(f"unknown dtype {v.dtype[:40]!r}")
         _check_shape(v.shape, e.key)
-        if len(v.stride) != len(v.shape) or any(not 0 <= s <= _MAX for s in v.stride):
+        if len(v.stride) != len(v.shape) or (v.stride and not 0 <= min(v.stride) <= max(v.stride) <= _MAX):
             raise fail("strides of the wrong form")
-        memory = memory_of(0, v.shape, v.stride, itemsize)
+        memory = _memory(v, itemsize)
         if e.views:
             if not 0 <= v.offset <= v.offset + memory.extent <= e.nbytes:
                 raise fail("a view outside its span")
@@ -318,14 +318,21 @@ def _check_entry(e: Entry) -> None:
             raise fail("size, shape, strides and dtype do not belong together")
 
 
+def _memory(view: View, itemsize: int) -> Memory:
+    if view.stride == contiguous_stride(view.shape):
+        nbytes = math.prod(view.shape) * itemsize
+        return Memory(0, nbytes, nbytes, True, view.shape)
+    return memory_of(0, view.shape, view.stride, itemsize)
+
+
 def _check_shape(shape: Shape, key: str) -> None:
-    if len(shape) > MAX_DIMS or any(not 0 <= n <= _MAX for n in shape) or math.prod(shape) > _MAX:
+    if len(shape) > MAX_DIMS or (shape and not 0 <= min(shape) <= max(shape) <= _MAX) or math.prod(shape) > _MAX:
         raise CorruptSnapshot("header: a shape out of bounds", path=key)
 
 
 def stored_nbytes(st_dtype: str, shape: Shape) -> int:
     """Bytes of a safetensors entry, -1 if the dtype is unknown or the shape out of bounds. Local."""
-    if len(shape) > MAX_DIMS or any(not 0 <= n <= _MAX for n in shape):
+    if len(shape) > MAX_DIMS or (shape and not 0 <= min(shape) <= max(shape) <= _MAX):
         return -1
     if st_dtype == "F4":
         return math.prod(shape) // 2 if shape and shape[-1] % 2 == 0 else -1

@@ -278,7 +278,7 @@ class Receiving:
         start, end = chunk_range(self._landed, self._nbytes)
         buffer = self._ring[self._landed % len(self._ring)][: end - start]
         if self._slot is not None:
-            self._crcs.append(_native.copy_crc(self._slot.memory, start, buffer))
+            self._crcs.append(_native.copy_crc(self._slot.memory, start, memoryview(buffer)))
         self._landed += 1
         faults.point("replicate.landed", self._comm.rank, self._step)
 

@@ -101,12 +101,14 @@ class Plan:
 
     def fill(self, key: str, tensor: torch.Tensor, place: Place | None) -> bool:
         """Want the stored bytes of `key` in a live tensor; false, and a row, if they are of another form."""
-        saved = self.describe(key)
-        shape = tuple(tensor.shape)
         whole, offsets = place if place is not None else (None, None)
-        wanted = describe(NAMES[tensor.dtype], shape, whole, offsets, tensor.is_conj(), tensor.is_neg())
-        if saved != wanted:
-            self.row(key, saved, wanted)
+        wanted = (NAMES[tensor.dtype], tuple(tensor.shape), whole, offsets, tensor.is_conj(), tensor.is_neg())
+        entry, view = self.stored.names.get(key, (None, None))
+        if entry is None or view is None:
+            self.row(key, "-", describe(*wanted))
+            return False
+        if wanted != (view.dtype, view.shape, entry.global_shape, entry.offsets, view.conj, view.neg):
+            self.row(key, self.describe(key), describe(*wanted))
             return False
         self.wanted[key] = (tensor, place)
         return True

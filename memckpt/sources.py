@@ -193,7 +193,7 @@ def is_wrapper(module: torch.nn.Module) -> str | None:
 
 def is_shared(tensor: torch.Tensor) -> bool:
     """Whether other processes may write to a tensor. Local."""
-    return bool(getattr(tensor, "_local_tensor", tensor).is_shared())
+    return bool(getattr(tensor, "_local_tensor", tensor).untyped_storage().is_shared())
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:

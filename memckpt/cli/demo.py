@@ -66,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(msgspec.json.encode(verdict).decode(), flush=True)
     else:
-        timeline.show(Console(highlight=False), verdict, recovery)
+        width = None if sys.stdout.isatty() else 120
+        timeline.show(Console(highlight=False, width=width), verdict, recovery)
     return 0 if verdict.proved else 1
 
 

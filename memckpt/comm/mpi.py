@@ -108,8 +108,8 @@ class MPIRequest(Request):
             try:
                 done = self._request.Test(self._status)
                 if comm._is_broken():
-                    # Incomplete, it may stay so for as long as a stopped peer sleeps; complete, it may be a send that nobody
-                    # received: MPI drops what a revoke finds unmatched, and reports success.
+                    # Incomplete, it may stay so for as long as a stopped peer sleeps; complete, it may be a send that
+                    # nobody received: MPI drops what a revoke finds unmatched, and reports success.
                     self._error = PeerLost(f"{self.describe()}: the communicator was revoked", rank=self.peer)
                 elif not done:
                     return False

@@ -177,7 +177,7 @@ class Observer:
         ulfm = [] if "--plain" in more else ["--with-ft", "ulfm"]
         program = [sys.executable, "-P", "-m", "memckpt.demo.train", "--run", self.run, "--log", str(log)]
         program += ["--steps", str(s.steps), "--seed", str(s.seed), "--active", str(s.active)]
-        program += more
+        program += [*more, *(["--keep"] if s.keep else [])]
         scratch = self._directory / "mpi"
         scratch.mkdir(exist_ok=True)
         job = Job([*ulfm, "--oversubscribe", "-n", str(processes), *program], scratch, self._directory / f"{name}.out")

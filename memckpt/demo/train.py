@@ -14,6 +14,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -129,8 +130,9 @@ class Program:
         self.log.write(events.Entered(events.now(), ctx.rank, ctx.generation, dict(ctx.timeline)))
         ctx.init_process_group("gloo")
         training = Training.build(ctx.rank, ctx.world, self.args.seed, self.args.steps)
-        deadline = self.args.deadline
-        with Checkpointer(training.states(), name=self.args.run, every=1, deadline=deadline) as checkpointer:
+        # "wait": a save that falls due while the last one is on its way is not skipped, so that every step is there.
+        options: dict[str, Any] = {"every": 1, "on_busy": "wait", "deadline": self.args.deadline}
+        with Checkpointer(training.states(), name=self.args.run, **options) as checkpointer:
             report = checkpointer.restore()
             self.log.write(
                 events.Restored(
@@ -146,6 +148,7 @@ class Program:
                 )
             )
             self.run(training, ctx.rank, report.step, checkpointer.step)
+            checkpointer.close(keep=self.args.keep)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -160,6 +163,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--deadline", type=float, default=20.0, help="seconds to wait for a peer that shows no sign of life"
     )
     parser.add_argument("--nodes", default="", help="pretended node of each MPI rank, separated by commas")
+    parser.add_argument("--keep", action="store_true", help="leave the memory at the end")
     parser.add_argument("--plain", action="store_true", help="train without memckpt")
     return parser.parse_args(argv)
 

@@ -9,7 +9,7 @@ import msgspec
 
 from memckpt.demo.history import Comparison, History, Life
 
-PHASES = ("detect", "leave", "regroup", "inventory", "fetch", "verify", "load")
+PHASES = ("detect", "leave", "regroup", "inventory", "plan", "verify", "fetch", "load")
 MOST_LOST_STEPS = 2
 
 
@@ -69,16 +69,16 @@ class Recovery:
         """Wall time of each phase on the slowest rank.
 
         `detect` goes from the signal until the first survivor saw the loss, `leave` until all survivors had left their
-        training, `regroup` until the training was entered again; the rest is what the restore report says.
+        training, `regroup` until the training was entered again; the rest is what the restore report says. `verify` is the
+        check of structure and seals on all ranks; the bytes' checksums are verified by `load`, in the same pass.
         `total` goes from the signal until every rank has its state back, `first_step` until every rank finished a step
         again. In a relaunch `detect` is the time until the job was started again, and `regroup` that of its start.
         """
         back = self.back()
         entered = max(life.entered.at for life in back)
-        phases = {
-            name: max((life.restored.seconds.get(name, 0.0) for life in back if life.restored), default=0.0)
-            for name in PHASES
-        }
+        told = [life.restored.seconds for life in back if life.restored]
+        phases = {name: max((t.get(name, 0.0) for t in told), default=0.0) for name in PHASES}
+        phases["verify"] += max((t.get("check", 0.0) for t in told), default=0.0)
         if self.in_job:
             timelines = [life.entered.timeline for life in back]
             seen = [t["seen"] for t in timelines if t.get("seen", 0.0) >= self.at]
