@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from memckpt.checkpointer import Checkpointer
     from memckpt.redundancy import Mirror
     from memckpt.reports import RestoreReport, Stats
-    from memckpt.resilient import Context, run
+    from memckpt.resilient.context import Context
+    from memckpt.resilient.run import run
     from memckpt.state import RNG
 
 __version__ = "0.1.0"
@@ -37,11 +38,11 @@ __version__ = "0.1.0"
 _LAZY = {
     "RNG": "memckpt.state",
     "Checkpointer": "memckpt.checkpointer",
-    "Context": "memckpt.resilient",
+    "Context": "memckpt.resilient.context",
     "Mirror": "memckpt.redundancy",
     "RestoreReport": "memckpt.reports",
     "Stats": "memckpt.reports",
-    "run": "memckpt.resilient",
+    "run": "memckpt.resilient.run",
 }
 
 

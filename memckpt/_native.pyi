@@ -128,7 +128,7 @@ def crc_sources(
 def crc32c(buffer: Buffer, seed: int = 0) -> int:
     """CRC-32C (Castagnoli) of a contiguous buffer; `seed` is the CRC of what came before."""
 
-def copy_crc(target: SharedMemory, offset: int, source_buffer: Buffer) -> int:
+def copy_crc(target: SharedMemory, offset: int, source_buffer: Buffer | npt.NDArray[np.uint8]) -> int:
     """Copy a buffer to an offset of the target in the caller's thread; CRC-32C of what was written."""
 
 def first_change(

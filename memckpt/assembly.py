@@ -205,7 +205,8 @@ def check_budget(parts: Parts, shard_nbytes: int) -> None:
     """
     session = parts.session
     said = allgather(session.comm, shard_nbytes.to_bytes(8, "little"), session.deadline_s)
-    need = next(n for n in needs(parts, [int.from_bytes(nbytes, "little") for nbytes in said]) if n.rank == session.rank)
+    shards = [int.from_bytes(nbytes, "little") for nbytes in said]
+    need = next(n for n in needs(parts, shards) if n.rank == session.rank)
     budget.check_together(
         session.comm,
         arena=parts.arena,

@@ -24,8 +24,8 @@ def first_lines(parts: Parts, layout: Layout, holders: Holders, report: RestoreR
     return [
         f"memckpt: run {parts.run!r}, {_count(session.world, 'rank')} on {_count(len(nodes), 'node')} over "
         f"{session.comm.name}; saves every {_count(parts.options.every, 'step')}, replicated {background}",
-        f"memckpt: {format_nbytes(layout.file_nbytes)} per rank; slots of up to {format_nbytes(need[0].slot_nbytes)} per "
-        f"rank, {format_nbytes(sum(n.slot_nbytes for n in need))} on this node, in {parts.arena.path}",
+        f"memckpt: {format_nbytes(layout.file_nbytes)} per rank; slots of up to {format_nbytes(need[0].slot_nbytes)} "
+        f"per rank, {format_nbytes(sum(n.slot_nbytes for n in need))} on this node, in {parts.arena.path}",
         "memckpt: " + _survives(parts, holders),
         "memckpt: " + _begins(report),
     ]

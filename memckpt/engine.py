@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from memckpt import _native, faults
 from memckpt.capture import Snapshot
@@ -218,7 +219,7 @@ class Engine:
         self._save: Save | None = None
         self._sending: list[Sending] = []
         self._receiving: list[Receiving] = []
-        self._rings: dict[int, list[np.ndarray]] = {}
+        self._rings: dict[int, list[npt.NDArray[np.uint8]]] = {}
         self._vote: Vote | None = None
         self._moved = 0.0
         self._replicated_s: float | None = None
@@ -363,7 +364,7 @@ class Engine:
         ]
         self._sending = [Sending(self._comm, save.source, begin, holder, save.pace) for holder in save.holders]
 
-    def _ring(self, client: int) -> list[np.ndarray]:
+    def _ring(self, client: int) -> list[npt.NDArray[np.uint8]]:
         if client not in self._rings:
             self._rings[client] = [np.zeros(_native.CHUNK_BYTES, dtype=np.uint8) for _ in range(WINDOW)]
         return self._rings[client]

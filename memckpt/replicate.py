@@ -26,6 +26,7 @@ from typing import Protocol
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from memckpt import _native, faults
 from memckpt.comm.base import FIRST_TAG, Communicator, Request
@@ -183,7 +184,7 @@ class Receiving:
         step: int,
         generation: Generation,
         run: str,
-        ring: list[np.ndarray],
+        ring: list[npt.NDArray[np.uint8]],
     ) -> None:
         self._comm = comm
         self._pool = pool
@@ -278,7 +279,7 @@ class Receiving:
         start, end = chunk_range(self._landed, self._nbytes)
         buffer = self._ring[self._landed % len(self._ring)][: end - start]
         if self._slot is not None:
-            self._crcs.append(_native.copy_crc(self._slot.memory, start, memoryview(buffer)))
+            self._crcs.append(_native.copy_crc(self._slot.memory, start, buffer))
         self._landed += 1
         faults.point("replicate.landed", self._comm.rank, self._step)
 
