@@ -69,8 +69,8 @@ class Recovery:
         """Wall time of each phase on the slowest rank.
 
         `detect` goes from the signal until the first survivor saw the loss, `leave` until all survivors had left their
-        training, `regroup` until the training was entered again; the rest is what the restore report says. `verify` is the
-        check of structure and seals on all ranks; the bytes' checksums are verified by `load`, in the same pass.
+        training, `regroup` until the training was entered again; the rest is what the restore report says. `verify` is
+        the check of structure and seals on all ranks; the bytes' checksums are verified by `load`, in the same pass.
         `total` goes from the signal until every rank has its state back, `first_step` until every rank finished a step
         again. In a relaunch `detect` is the time until the job was started again, and `regroup` that of its start.
         """
