@@ -1,0 +1,235 @@
+"""Lives of a run whose ranks are threads: each with a Checkpointer of its own, killed at the points that a script
+names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from memckpt import Checkpointer, Mirror, faults
+from memckpt.comm.local import Killed, LocalComm, LocalGroup
+from memckpt.errors import PeerLost
+from tests.ranks import run_ranks
+
+from .oracle import RankLife
+
+RUN = "lives"
+BIG = (1 << 20) + 3  # float32: just above 4 MiB, so two chunks
+DEADLINE_S = 20.0
+
+
+@dataclass(frozen=True)
+class Death:
+    """Rank `rank` dies when it passes point `point` for the `nth` time (counted from 1)."""
+
+    rank: int
+    point: str
+    nth: int
+
+
+@dataclass(frozen=True)
+class Script:
+    """One life: where its ranks run, how far they train, who dies.
+
+    Attributes
+    ----------
+    nodes : sequence of str
+        Node of each rank.
+    steps : int
+        Steps to train after the restore.
+    deaths : sequence of Death
+    wiped : sequence of str
+        Nodes whose memory is lost when the life has ended.
+    corrupt : int or None
+        Damages one of the files that are there then, the one with this number (modulo their count).
+    patient : bool
+        Wait for each save.
+    seed : int
+        Of the delays of messages, and of what survivors see of a death.
+    """
+
+    nodes: Sequence[str]
+    steps: int = 3
+    deaths: Sequence[Death] = ()
+    wiped: Sequence[str] = ()
+    corrupt: int | None = None
+    patient: bool = False
+    seed: int = 0
+
+
+class Training:
+    """The state of one rank: two parameters under an optimizer (copied lazily), a buffer and plain objects (eagerly).
+
+    Every number in it is the same, so that a mixture of two steps can be told from either.
+    """
+
+    def __init__(self) -> None:
+        self.big = nn.Parameter(torch.zeros(BIG))
+        self.small = nn.Parameter(torch.zeros(5, dtype=torch.float64))
+        self.module = nn.Module()
+        self.module.register_parameter("big", self.big)
+        self.module.register_parameter("small", self.small)
+        self.module.register_buffer("buffer", torch.zeros(3, dtype=torch.int64))
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=1.0)
+        self.plain = {"value": 0}
+
+    @property
+    def states(self) -> dict[str, object]:
+        """What the Checkpointer is given."""
+        return {"module": self.module, "optimizer": self.optimizer, "plain": self.plain}
+
+    def train(self, value: int) -> None:
+        """One optimizer step, after which every number is `value`."""
+        for parameter in (self.big, self.small):
+            parameter.grad = (parameter.detach() - value).clone()
+        self.optimizer.step()
+        assert self.module.buffer is not None
+        self.module.buffer.fill_(value)  # type: ignore[operator]
+        self.plain["value"] = value
+
+    def digest(self) -> str:
+        """Of every byte; says so where the numbers are not all the same."""
+        tensors = [self.big.detach(), self.small.detach(), self.module.get_buffer("buffer")]
+        values = {float(x) for tensor in tensors for x in (tensor.min(), tensor.max())} | {float(self.plain["value"])}
+        if len(values) > 1:
+            return f"a mixture of {sorted(values)}"
+        return hashlib.blake2b(b"".join(t.numpy().tobytes() for t in tensors), digest_size=8).hexdigest()
+
+
+@dataclass
+class Life:
+    """Runs one script. What its ranks tell is in `told`."""
+
+    number: int
+    script: Script
+    base: Path
+    told: dict[int, RankLife] = field(default_factory=dict)
+    errors: dict[int, BaseException] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.group = LocalGroup(len(self.script.nodes), seed=self.script.seed, max_delay_s=0.003)
+        self._passed: dict[tuple[int, str], int] = {}
+        self._dead: set[int] = set()
+        self._made: dict[int, Checkpointer] = {}
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """Until every rank has ended; then nothing of this life runs any more."""
+        self.told = {rank: RankLife() for rank in range(self.group.size)}
+        previous = threading.excepthook
+        threading.excepthook = lambda args: None if args.exc_type is Killed else previous(args)
+        faults.arm(self._at_point)
+        try:
+            results = run_ranks(self.group, self._rank, nodes=self.script.nodes, timeout_s=3 * DEADLINE_S)
+        finally:
+            faults.arm(None)
+            threading.excepthook = previous
+        self.errors = {rank: error for rank, error in enumerate(results) if isinstance(error, BaseException)}
+
+    def _at_point(self, name: str, rank: int, step: int) -> None:
+        if rank < 0:
+            return
+        with self._lock:
+            passed = self._passed[rank, name] = self._passed.get((rank, name), 0) + 1
+        if Death(rank, name, passed) in self.script.deaths:
+            self._dead.add(rank)
+            self.group.kill(rank)
+            self._free_training(rank)
+        if rank in self._dead:
+            raise Killed(f"rank {rank} dies at {name}, step {step}")
+
+    def _free_training(self, rank: int) -> None:
+        """A process dies with all its threads; a thread of ours that waits for the dead one has to be told."""
+        checkpointer = self._made.get(rank)
+        if checkpointer is not None and checkpointer._saving is not None:
+            checkpointer._saving.engine.failure = PeerLost(f"rank {rank} is the one that died", rank=rank)
+
+    def _rank(self, comm: LocalComm) -> None:
+        training, told = Training(), self.told[comm.rank]
+        try:
+            self._train(comm, training, told)
+        except (PeerLost, Killed):
+            pass
+        finally:
+            self._end(comm.rank)
+
+    def _train(self, comm: LocalComm, training: Training, told: RankLife) -> None:
+        checkpointer = self._made[comm.rank] = Checkpointer(
+            training.states,
+            name=RUN,
+            comm=comm,
+            redundancy=Mirror(1),
+            deadline=DEADLINE_S,
+            on_busy="wait" if self.script.patient else "skip",
+            quiet=True,
+        )
+        report = checkpointer.restore()
+        told.returned = (report.step, training.digest())
+        for step in range(report.step + 1, report.step + self.script.steps + 1):
+            training.train(self.number * 10_000 + step * 10 + comm.rank)
+            told.begun[step] = training.digest()
+            checkpointer.step(step)
+            self._hear(checkpointer, told)
+        checkpointer.wait()
+        self._hear(checkpointer, told)
+
+    @staticmethod
+    def _hear(checkpointer: Checkpointer, told: RankLife) -> None:
+        stats = checkpointer.stats()
+        assert not stats.errors, stats.errors
+        if stats.protected:
+            told.committed = max(told.committed, stats.committed_step)
+
+    def _end(self, rank: int) -> None:
+        """What the end of a process does: threads stop, its lock is gone, memory stays."""
+        checkpointer = self._made.pop(rank, None)
+        if checkpointer is None:
+            return
+        if rank in self._dead:
+            checkpointer.interrupt = lambda error: None  # type: ignore[method-assign]
+        try:
+            checkpointer.abandon()
+        except Killed:
+            checkpointer._parts.lock.release()  # the stand-in of a dead process may not talk, so not tidy up either
+
+
+def nodes_of(base: Path) -> list[Path]:
+    """Memory of each node that has any."""
+    return [path for path in base.glob("memckpt-*/*") if path.is_dir()]
+
+
+def wipe(base: Path, nodes: Sequence[str]) -> None:
+    """The memory of these nodes is gone."""
+    for path in nodes_of(base):
+        if path.name in nodes:
+            shutil.rmtree(path)
+
+
+def damage(base: Path, number: int, where: int) -> Path | None:
+    """Turn one byte of one snapshot over; None where there is none."""
+    files = sorted(base.glob("memckpt-*/*/*/*.safetensors"))
+    if not files:
+        return None
+    path = files[number % len(files)]
+    with path.open("r+b") as file:
+        at = where % path.stat().st_size
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 0xFF]))
+    return path
+
+
+def describe(life: Life) -> dict[str, Any]:
+    """For the message of a failed test."""
+    told = {r: (t.returned, sorted(t.begun), t.committed) for r, t in life.told.items()}
+    return {"number": life.number, "script": life.script, "told": told, "errors": life.errors}

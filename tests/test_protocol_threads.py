@@ -1,0 +1,121 @@
+"""The protocol under random deaths, delays and damage, with ranks as threads: no committed step is ever lost while the
+redundancy covers what happened, no rank ever disagrees with another, no wrong byte is ever loaded, nobody waits for
+ever.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from memckpt.errors import NothingToRestore, SaveFailed
+from tests.protocol.lives import Death, Life, Script, damage, describe, wipe
+from tests.protocol.oracle import Oracle
+from tests.ranks import fake_nodes
+
+SAVE_POINTS = [
+    "capture.slot", "capture.begun", "capture.copied", "capture.fenced",
+    "replicate.chunk", "replicate.slot", "replicate.landed", "replicate.received", "replicate.sealed",
+    "commit.seal", "commit.sealed", "commit.vote", "commit.counted", "commit.known", "commit.pinned",
+    "before_seal", "after_seal",
+]  # fmt: skip
+RESTORE_POINTS = [
+    "recover.inventoried", "recover.planned", "recover.checked", "recover.chunk", "recover.serve", "recover.fetched",
+    "recover.sealed", "recover.loaded", "recover.agreed",
+]  # fmt: skip
+QUIET = settings(
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # what threads do is not the same twice
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)
+
+
+@contextmanager
+def memory() -> Iterator[Path]:
+    """A place for the memory of some fake nodes."""
+    base = Path(tempfile.mkdtemp(prefix="memckpt-test-", dir="/dev/shm"))
+    try:
+        with fake_nodes(str(base)):
+            yield base
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+
+
+def play(scripts: list[Script], copies: int = 1) -> list[int | None]:
+    """Live through `scripts`, judged by the oracle; the steps that the lives began with."""
+    oracle, steps = Oracle(len(scripts[0].nodes), copies), []
+    with memory() as base:
+        for number, script in enumerate(scripts, 1):
+            life = Life(number, script, base)
+            life.run()
+            try:
+                beyond = oracle.expected().floor is None
+                allowed = (NothingToRestore, SaveFailed) if beyond else (SaveFailed,)
+                unexpected = {r: e for r, e in life.errors.items() if not isinstance(e, allowed)}
+                assert not unexpected, unexpected
+                if not life.script.deaths:
+                    assert all(told.returned for told in life.told.values()) or beyond, (
+                        "nobody died and nobody came back"
+                    )
+                steps.append(oracle.observe(life.told))
+            except AssertionError as error:
+                error.add_note(f"life {describe(life)}")
+                raise
+            wipe(base, script.wiped)
+            oracle.lost(script.wiped)
+            if script.corrupt is not None:
+                damage(base, script.corrupt, script.seed)
+    return steps
+
+
+@st.composite
+def deaths(draw: st.DrawFn, world: int) -> tuple[Death, ...]:
+    """Nobody, one or two ranks, while saving or while restoring."""
+    count = draw(st.sampled_from([0, 1, 1, 1, 2]))
+    points = st.sampled_from(SAVE_POINTS + RESTORE_POINTS)
+    return tuple(Death(draw(st.integers(0, world - 1)), draw(points), draw(st.integers(1, 4))) for _ in range(count))
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> list[Script]:
+    """Some lives of a run of 2 to 4 ranks on 2 to 4 nodes, permuted from life to life; a last one without a failure."""
+    world = draw(st.integers(2, 4))
+    nodes = [f"n{i * draw(st.sampled_from([2, world])) // world}" for i in range(world)] if world == 4 else None
+    nodes = nodes if nodes and len(set(nodes)) > 1 else [f"n{i}" for i in range(world)]
+    scripts = []
+    for _ in range(draw(st.integers(1, 3))):
+        loss = draw(st.sampled_from(["nothing", "nothing", "node", "byte"]))
+        scripts.append(
+            Script(
+                nodes=draw(st.permutations(nodes)),
+                steps=draw(st.integers(0, 4)),
+                deaths=draw(deaths(world)),
+                wiped=[draw(st.sampled_from(nodes))] if loss == "node" else [],
+                corrupt=draw(st.integers(0, 100)) if loss == "byte" else None,
+                patient=draw(st.booleans()),
+                seed=draw(st.integers(0, 2**20)),
+            )
+        )
+    return [*scripts, Script(nodes=draw(st.permutations(nodes)), steps=1)]
+
+
+@settings(QUIET, max_examples=20)
+@given(runs())
+def test_random_lives(scripts: list[Script]) -> None:
+    play(scripts)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@settings(QUIET, max_examples=1000)
+@given(runs())
+def test_many_random_lives(scripts: list[Script]) -> None:
+    play(scripts)
