@@ -2,8 +2,9 @@
 //
 // Contract: `create` makes a new file (O_EXCL, O_NOFOLLOW) and reserves every byte, or throws OsError and leaves no file;
 // so writing to it cannot end in SIGBUS for lack of space. `open` maps a whole existing regular file. The descriptor is
-// closed at once; the mapping alone is owned (through shared_ptr), and unmapped by the destructor or by `retire` and `unmap`. A forked child does not inherit the mapping (MADV_DONTFORK): a long-lived DataLoader worker would otherwise
-// keep the pages of removed slots; there `data()` throws.
+// closed at once; the mapping alone is owned (through shared_ptr), and unmapped by the destructor or by `retire` and
+// `unmap`. A forked child does not inherit it (MADV_DONTFORK), since a long-lived DataLoader worker would otherwise keep
+// the pages of removed slots; there `data()` throws.
 //
 // References: madvise(2), posix_fallocate(3), Linux Documentation/mm/transhuge.
 #pragma once
