@@ -118,6 +118,8 @@ def open_parts(
     """
     context = surroundings.current() if comm is None else None
     base = context.communicator() if context is not None else detect(comm)
+    if base is comm:
+        base = base.dup()  # the caller's own stays the caller's to close
     copies = copies_of(redundancy, base.size)
     state = State({**states, "rng": RNG()} if "rng" not in states else states, allow_pickle=allow_pickle)
     arena = Arena.open(name)

@@ -389,6 +389,10 @@ class Checkpointer:
                 self._parts.context.on_failure(error)
             raise
 
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self.abandon()
+
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _make_hook(self) -> Callable[..., None]:

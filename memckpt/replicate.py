@@ -172,6 +172,8 @@ class Receiving:
         The replica is whole and sealed.
     reason : str or None
         Why it is not going to be.
+    torn : bool
+        The owner did not seal its own snapshot.
     """
 
     def __init__(
@@ -207,6 +209,7 @@ class Receiving:
         self._slot: Slot | None = None
         self.done = False
         self.sealed = False
+        self.torn = False
         self.reason: str | None = None
 
     def poll(self) -> bool:
@@ -285,12 +288,12 @@ class Receiving:
 
     def _finish(self) -> None:
         self.done = True
-        if self._slot is None:
-            return
         assert self._seal_buffer is not None
         length = int.from_bytes(self._seal_buffer[:8].tobytes(), "little")
         if length == 0 or length > len(self._seal_buffer) - 8:
+            self.torn = True
             self._fail(f"rank {self._source} did not seal its snapshot")
+        if self._slot is None or self.reason is not None:
             return
         try:
             seal = decode(self._seal_buffer[8 : 8 + length].tobytes())

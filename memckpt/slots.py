@@ -117,14 +117,14 @@ class SlotPool:
                 self._free.append(slot)
         return True
 
-    def give_back(self, slot: Slot) -> None:
-        """Make a slot free; its seal goes first, so that nobody takes it for a snapshot."""
-        with self._lock:
-            slot.unseal()
-            if len(self._pinned()) + len(self._free) < self.capacity:
-                self._free.append(slot)
-            else:
-                self._remove(slot)
+    def _give_back(self, slot: Slot) -> None:
+        """Make a slot free. What is sealed stays so until the slot is taken: it is one more that a restore may fall
+        to.
+        """
+        if len(self._pinned()) + len(self._free) < self.capacity:
+            self._free.append(slot)
+        else:
+            self._remove(slot)
 
     def commit(self) -> None:
         """The step in flight is committed: it becomes each shard's newest, what it replaces becomes free."""
@@ -133,18 +133,19 @@ class SlotPool:
                 if holding.pending is not None:
                     old, holding.committed, holding.pending = holding.committed, holding.pending, None
                     if old is not None:
-                        self.give_back(old)
+                        self._give_back(old)
             fallback, self._fallback = self._fallback, []
             for slot in fallback:
-                self.give_back(slot)
+                self._give_back(slot)
 
     def drop(self) -> None:
-        """The vote on the step in flight was no: its slots become free."""
+        """The vote on the step in flight was no: its slots become free, and are the first to be taken."""
         with self._lock:
             for holding in self.holdings.values():
                 if holding.pending is not None:
                     pending, holding.pending = holding.pending, None
-                    self.give_back(pending)
+                    pending.unseal()
+                    self._free.insert(0, pending)
 
     def nbytes(self) -> int:
         """Bytes of every slot of this rank."""

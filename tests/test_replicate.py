@@ -67,7 +67,9 @@ def seal_of(slot: Slot, *, crcs: list[int] | None = None, step: int = 4) -> Seal
     )  # fmt: skip
 
 
-def transfer(comm: LocalComm, nbytes: int, *, spoil: str = "", full: bool = False) -> tuple[bytes, Receiving | None, bytes]:
+def transfer(
+    comm: LocalComm, nbytes: int, *, spoil: str = "", full: bool = False
+) -> tuple[bytes, Receiving | None, bytes]:
     """Rank 0 sends a random snapshot of `nbytes` bytes to rank 1; (bytes, receiver, bytes of the replica)."""
     arena = Arena.open("r")
     lock = arena.lock(rank=comm.rank)
@@ -116,15 +118,20 @@ def transfer(comm: LocalComm, nbytes: int, *, spoil: str = "", full: bool = Fals
 @pytest.mark.parametrize("nbytes", [1, CHUNK, 3 * CHUNK + 1])
 def test_a_replica_is_the_same_bytes_and_is_sealed_last(tmp_path: Path, nbytes: int) -> None:
     with fake_nodes(str(tmp_path)):
-        (data, _, _), (_, receiving, replica) = raise_errors(run_ranks(2, lambda c: transfer(c, nbytes), nodes=["a", "b"]))
+        (data, _, _), (_, receiving, replica) = raise_errors(
+            run_ranks(2, lambda c: transfer(c, nbytes), nodes=["a", "b"])
+        )
     assert receiving.sealed and receiving.reason is None
     assert replica == data
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"), [("torn", "did not seal"), ("chunk", "differs from the owner's snapshot in chunk 1"), ("step", "step 5")]
+    ("spoil", "said"),
+    [("torn", "did not seal"), ("chunk", "differs from the owner's snapshot in chunk 1"), ("step", "step 5")],
 )
-def test_what_does_not_match_its_seal_is_received_to_the_end_and_not_sealed(tmp_path: Path, spoil: str, said: str) -> None:
+def test_what_does_not_match_its_seal_is_received_to_the_end_and_not_sealed(
+    tmp_path: Path, spoil: str, said: str
+) -> None:
     with fake_nodes(str(tmp_path)):
         _, (_, receiving, _) = raise_errors(
             run_ranks(2, lambda c: transfer(c, 2 * CHUNK + 5, spoil=spoil), nodes=["a", "b"])
