@@ -315,6 +315,13 @@ def test_valid_pairs_are_kept_and_only_missing_replicas_rebuilt() -> None:
     assert plan.holders[1] == (2,)
     assert [(b.shard, b.to_rank) for b in plan.rebuild] == [(2, plan.holders[2][0])]
     assert plan.holders[3] == (0,)
+    odd = Cluster(4)
+    for r, holder in enumerate([2, 3, 0, 1]):  # valid, but not what placement would choose by itself
+        odd.add(f"n{r}", r, 30, gen(1))
+        odd.add(f"n{holder}", r, 30, gen(1))
+    plan = odd.plan()
+    assert plan.holders == ((2,), (3,), (0,), (1,))
+    assert plan.rebuild == ()
 
 
 def test_serving_is_shared_among_the_ranks_of_a_node() -> None:
