@@ -20,7 +20,7 @@ public:
           target_(static_cast<char*>(target)),
           source_(static_cast<const char*>(source)),
           nbytes_(nbytes),
-          part_((nbytes / threads + 4095) / 4096 * 4096),
+          part_(nbytes / threads / 4096 * 4096 + 4096),
           mode_(mode) {}
 
 private:

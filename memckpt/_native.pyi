@@ -6,11 +6,13 @@ Local.
 """
 
 from collections.abc import Callable
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
+
+_Bytes = Buffer | npt.NDArray[Any]  # before Python 3.12 NumPy's own stubs do not say that an array is a buffer
 
 CHUNK_BYTES: int
 """Size of a chunk: 4 MiB."""
@@ -125,10 +127,10 @@ def crc_sources(
 ) -> npt.NDArray[np.uint32]:
     """CRC-32C that the given chunks (None: all) would have if gathered now; bytes without a piece from `base`."""
 
-def crc32c(buffer: Buffer, seed: int = 0) -> int:
+def crc32c(buffer: _Bytes, seed: int = 0) -> int:
     """CRC-32C (Castagnoli) of a contiguous buffer; `seed` is the CRC of what came before."""
 
-def copy_crc(target: SharedMemory, offset: int, source_buffer: Buffer | npt.NDArray[np.uint8]) -> int:
+def copy_crc(target: SharedMemory, offset: int, source_buffer: _Bytes | npt.NDArray[np.uint8]) -> int:
     """Copy a buffer to an offset of the target in the caller's thread; CRC-32C of what was written."""
 
 def first_change(
@@ -139,7 +141,7 @@ def first_change(
 ) -> int:
     """Call the methods in order; index of the first whose result is not the expected one, -1 when there is none."""
 
-def plain_copy(target: SharedMemory, offset: int, source_buffer: Buffer, mode: str, threads: int = 2) -> None:
+def plain_copy(target: SharedMemory, offset: int, source_buffer: _Bytes, mode: str, threads: int = 2) -> None:
     """The limit that benchmarks measure against: one contiguous part for each thread, no checksum.
 
     ``mode`` is ``memcpy`` (the C library's), ``stream`` (non-temporal stores of the path in use) or ``string``
