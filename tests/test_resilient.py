@@ -25,7 +25,7 @@ A, B, C = Place("a", "rack1"), Place("b", "rack1"), Place("c", "rack2")
 
 
 def member(logical: int, place: Place = A, state: str = "interrupted", **fields: object) -> Member:
-    return Member(logical=logical, place=place, pid=1, state="waiting" if logical == SPARE else state, **fields)
+    return Member(logical=logical, place=place, state="waiting" if logical == SPARE else state, **fields)
 
 
 def test_first_roster_takes_the_first_ranks_of_one_node() -> None:

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
-from memckpt import faults
+from memckpt import faults, process
 from memckpt.comm.mpi import _load as load_mpi
 from memckpt.resilient import blame, context, roster
 from memckpt.resilient.context import Context, Failure
 from memckpt.resilient.roster import SPARE, Decision, Member, Place, RunFailed
 from memckpt.resilient.watch import Heartbeat, Watch
-from memckpt.resilient.world import World, peer_loss
+from memckpt.resilient.world import World, finalize_without_fence, peer_loss
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -95,7 +95,14 @@ class Survivors(Generic[T]):
     def begin(self, frozen_s: float, silent_s: float) -> None:
         """Start to watch. Local."""
         node = os.environ.get("MEMCKPT_NODE") or socket.gethostname()
-        self.me = Member(logical=SPARE, place=Place(node, os.environ.get("MEMCKPT_DOMAIN") or node), pid=os.getpid())
+        pid, start = process.identity()
+        self.me = Member(
+            logical=SPARE,
+            place=Place(node, os.environ.get("MEMCKPT_DOMAIN") or node),
+            host=f"{socket.gethostname()}/{process.pid_namespace()}"[: roster.NAME_CHARS],
+            pid=pid,
+            start=start,
+        )
         job = os.environ.get("PMIX_NAMESPACE") or f"child-of-{os.getppid()}"
         self.watch = Watch(Heartbeat(job, node, frozen_s, silent_s), self.grace_s)
         self.watch.start()
@@ -104,13 +111,17 @@ class Survivors(Generic[T]):
         """Let go of the last generation and stop watching. Local."""
         self.watch.stop()
         self._retire(failed=failed)
+        finalize_without_fence()
 
     def go(self) -> T | None:
         """Train, wait and regroup until all agree that it is over. Collective over the living."""
         # At the start a shrink is the duplicate that also works when a process was lost already.
-        group = self._regroup(World(load_mpi().COMM_WORLD, self.grace_s + MARGIN_S), start=True)
+        group = self._regroup(
+            World(load_mpi().COMM_WORLD, self.grace_s + MARGIN_S, lambda: self.watch.fatal), start=True
+        )
         while group.decision.kind == "train":
             self._adopt(group)
+            self.watch.know(group.world, [(m.host == self.me.host, m.pid, m.start) for m in group.members])
             timeline, self.times = self.times, {}
             good = group.comm is None or self._train(group, group.comm, timeline)
             everybody, clean = group.world.agree(good, forever=good)
@@ -155,7 +166,7 @@ class Survivors(Generic[T]):
         try:
             self.value = self.train(ctx)
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: nobody must wait for this rank in vain
-            state = "interrupted" if blame.means_loss(error, ctx) else "failed"
+            state = "interrupted" if self.watch.fatal or blame.means_loss(error, ctx) else "failed"
             reason = blame.describe(error)
             if state == "failed":
                 traceback.print_exc()
@@ -179,7 +190,7 @@ class Survivors(Generic[T]):
             ctx.retire(failed=failed)
 
     def _regroup(self, world: World, *, start: bool) -> Group:
-        """From a world with losses to one without; again from the shrink if one dies in it. Collective over the living."""
+        """From a world with losses to one without; again from the shrink after a loss. Collective over the living."""
         began = time.monotonic()
         who = (self.me.logical, self.me.generation)
         while True:

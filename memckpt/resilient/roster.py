@@ -43,8 +43,10 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
         Logical rank, or `SPARE`.
     place : Place
         Where it runs.
-    pid : int
-        Its process, for messages.
+    host : str
+        What its pid is valid in: host and pid namespace.
+    pid, start : int
+        Its process, and when that started (clock ticks since boot).
     state : str
         "waiting" (a spare), "finished", "interrupted" (by the loss of a peer) or "failed" (by an error of its own).
     reason : str
@@ -57,7 +59,9 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
     logical: int
     place: Place
-    pid: int
+    host: str = ""
+    pid: int = 0
+    start: int = 0
     state: str = "waiting"
     reason: str = ""
     generation: int = 0
@@ -97,7 +101,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 def encode(member: Member) -> bytes:
     """`member` in exactly `MEMBER_NBYTES` bytes. Local."""
-    place = Place(member.place.node[:NAME_CHARS], member.place.domain[:NAME_CHARS])
+    place = Place(member.place.node[:NAME_CHARS], member.place.domain[:NAME_CHARS])  # what is compared, is cut alike
     reason = " ".join(member.reason.split()).encode("ascii", "replace").decode()[:REASON_CHARS]
     data = msgspec.json.encode(msgspec.structs.replace(member, place=place, reason=reason))
     if len(data) > MEMBER_NBYTES:  # only names of other scripts, or a reason full of quotes, get this far

@@ -25,6 +25,8 @@ POLL_S = 0.01
 BEAT_S = 0.1
 LOOK_S = 0.2
 RUN = "memckpt.run"
+UNREPORTED_S = 3.0
+"""How long a dead process may go unreported by MPI; a launcher that reports it does so within milliseconds."""
 
 
 def end_process(why: str) -> None:
@@ -125,7 +127,17 @@ class Watch(threading.Thread):
         self._active: frozenset[int] = frozenset()
         self._on_loss: Callable[[str], None] = lambda cause: None
         self._tripped_at: float | None = None
+        self._known: World | None = None
+        self._neighbours: list[tuple[int, int, int]] = []  # rank, pid, start
+        self._gone_since: dict[int, float] = {}
+        self.fatal: str | None = None
         self._halt = threading.Event()
+
+    def know(self, world: World, members: list[tuple[bool, int, int]]) -> None:
+        """The members of `world` in order: whether on this host, pid, start time. Local."""
+        with self._guard:
+            self._known, self._gone_since = world, {}
+            self._neighbours = [(rank, pid, start) for rank, (here, pid, start) in enumerate(members) if here]
 
     def rest(self) -> None:
         """A loss means nothing: this process waits in an agreement that ends by itself. Local."""
@@ -167,12 +179,34 @@ class Watch(threading.Thread):
                 if now >= look_at:
                     for what in self._heartbeat.kill_the_frozen():
                         print(f"memckpt: {what}", file=sys.stderr, flush=True)
+                    self._look_for_the_unreported(now)
                     look_at = time.monotonic() + LOOK_S
                 MPI.COMM_SELF.Iprobe()  # failure notices arrive only while somebody makes progress
                 with self._guard:
                     self._check(now)
         except Exception as error:
             end_process(f"the watching thread failed: {error!r}")
+
+    def _look_for_the_unreported(self, now: float) -> None:
+        """Open MPI's launcher is silent about a process that ends with a status other than 0, so nobody can regroup."""
+        with self._guard:
+            gone = [(rank, pid) for rank, pid, start in self._neighbours if not process.alive(pid, start)]
+            if self._known is None or not gone or self.fatal is not None:
+                return
+            reported = self._known.lost()
+            silent = [(rank, pid) for rank, pid in gone if rank not in reported]
+            self._gone_since = {rank: self._gone_since.get(rank, now) for rank, _ in silent}
+            for rank, pid in silent:
+                if now - self._gone_since[rank] >= UNREPORTED_S:
+                    self.fatal = (
+                        f"pid {pid} has exited and MPI does not say so, so the others cannot regroup; start the same "
+                        "program again to go on from the snapshots in memory"
+                    )
+            if self.fatal is not None and self._phase == "train":
+                self._tripped_at = self._tripped_at or now
+                self._on_loss(self.fatal)
+            elif self.fatal is not None and self._phase == "shrink":
+                end_process(self.fatal)
 
     def _check(self, now: float) -> None:
         world = self._world

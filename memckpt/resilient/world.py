@@ -12,6 +12,7 @@ Every wait is polled where MPI lets it. Facts this stands on, all seen with Open
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import time
@@ -23,6 +24,7 @@ import numpy as np
 from memckpt.comm.mpi import _load as load_mpi
 from memckpt.errors import DeadlineExceeded
 from memckpt.resilient import roster
+from memckpt.resilient.roster import RunFailed
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -31,7 +33,7 @@ PAUSE_MIN_S = 20e-6
 PAUSE_MAX_S = 1e-3
 
 
-def finish(request: MPI.Request, deadline_s: float, what: str) -> None:
+def finish(request: MPI.Request, deadline_s: float, what: str, fatal: Callable[[], str | None] = lambda: None) -> None:
     """Poll `request` to its end. Local.
 
     Raises
@@ -40,10 +42,15 @@ def finish(request: MPI.Request, deadline_s: float, what: str) -> None:
         Its own error.
     DeadlineExceeded
         Naming `what`.
+    RunFailed
+        `fatal` gave a reason why there is no point in waiting.
     """
     limit = time.monotonic() + deadline_s
     pause_s = PAUSE_MIN_S
     while not request.Test():
+        reason = fatal()
+        if reason is not None:
+            raise RunFailed(reason)
         if time.monotonic() > limit:
             raise DeadlineExceeded(f"{what}: a peer did not take part within {deadline_s:g} s")
         time.sleep(pause_s)
@@ -54,6 +61,21 @@ def has_ulfm() -> bool:
     """Whether this job was started so that MPI survives a lost process. Local."""
     enabled = os.environ.get("OMPI_MCA_mpi_ft_enable", "0")  # noqa: SIM112, Open MPI's own spelling
     return enabled.lower() in ("1", "true", "yes", "enabled", "t")
+
+
+def finalize_without_fence() -> None:
+    """Let MPI_Finalize not wait for all processes of the job. Local.
+
+    After losses that wait can last for ever (seen with two processes killed at once): the launcher's fence misses one
+    of the dead. Open MPI has a parameter for it, read when it is initialised; so the variable behind it is set here.
+    """
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        found = {line.split(None, 5)[5].strip() for line in maps if "/libmpi.so" in line}
+    for path in found:
+        try:
+            ctypes.c_bool.in_dll(ctypes.CDLL(path), "ompi_async_mpi_finalize").value = True
+        except (OSError, ValueError):
+            pass  # another MPI, or another release of it
 
 
 def peer_loss(error: BaseException) -> bool:
@@ -76,11 +98,14 @@ class World:
         Theirs alone; errors on it raise.
     deadline_s : float
         For each collective step, unless said otherwise.
+    fatal : callable
+        Gives a reason when the members cannot go on together; asked while waiting.
     """
 
-    def __init__(self, comm: MPI.Intracomm, deadline_s: float) -> None:
+    def __init__(self, comm: MPI.Intracomm, deadline_s: float, fatal: Callable[[], str | None]) -> None:
         self.comm = comm
         self.deadline_s = deadline_s
+        self._fatal = fatal
         self._group = comm.Get_group()
 
     @property
@@ -101,7 +126,7 @@ class World:
         request = self.comm.Iagree(flag)
         clean = True
         try:
-            finish(request, math.inf if forever else self.deadline_s, "agreement")
+            finish(request, math.inf if forever else self.deadline_s, "agreement", self._fatal)
         except load_mpi().Exception:
             clean = False  # somebody is lost; the flag is agreed upon nevertheless
         return bool(flag[0]), clean
@@ -114,7 +139,7 @@ class World:
         new: Any = self.comm.Shrink()
         new.Set_errhandler(load_mpi().ERRORS_RETURN)
         self.agree(True)  # from here on everybody is out of Shrink, and the new one may be revoked
-        return World(new, self.deadline_s)
+        return World(new, self.deadline_s, self._fatal)
 
     def exchange(self, member: roster.Member) -> list[roster.Member]:
         """What every member says of itself, in order. Collective.
@@ -126,7 +151,7 @@ class World:
         """
         mine = np.frombuffer(roster.encode(member), dtype=np.uint8)
         everybody = np.empty((self.size, roster.MEMBER_NBYTES), dtype=np.uint8)
-        finish(self.comm.Iallgather(mine, everybody), self.deadline_s, "exchange of members")
+        finish(self.comm.Iallgather(mine, everybody), self.deadline_s, "exchange of members", self._fatal)
         return [roster.decode(row.tobytes()) for row in everybody]
 
     def split(self, logical: int) -> MPI.Intracomm | None:
@@ -164,7 +189,7 @@ def revoke(comm: Any) -> None:
 
 
 def split_with_care(parent: MPI.Intracomm, color: int, key: int, deadline_s: float, broken: Callable[[], bool]) -> Any:
-    """``parent.Split`` that returns when all members have left the call, so that each may revoke the result. Collective.
+    """``parent.Split`` that returns when all members have left the call, so each may revoke the result. Collective.
 
     Raises
     ------
