@@ -60,12 +60,9 @@ const Kernels* find(const std::string& name) {
     throw std::invalid_argument("no such CPU path: " + name + " (scalar, sse42, avx2, avx512)");
 }
 
-const Kernels* best() {
-    if (const char* forced = std::getenv("MEMCKPT_CPU"); forced != nullptr && *forced != '\0') return find(forced);
-    const Kernels* set = nullptr;
-    for (const auto& candidate : candidates())
-        if (candidate.runnable) set = candidate.set;
-    return set;
+const Kernels* initial() {
+    const char* forced = std::getenv("MEMCKPT_CPU");
+    return forced != nullptr && *forced != '\0' ? find(forced) : &best_kernels();
 }
 
 std::atomic<const Kernels*> g_selected{nullptr};
@@ -74,9 +71,16 @@ std::atomic<const Kernels*> g_selected{nullptr};
 
 void store_fence() noexcept { _mm_sfence(); }
 
+const Kernels& best_kernels() {
+    const Kernels* set = nullptr;
+    for (const auto& candidate : candidates())
+        if (candidate.runnable) set = candidate.set;
+    return *set;
+}
+
 const Kernels& kernels() {
     const Kernels* set = g_selected.load(std::memory_order_acquire);
-    if (set == nullptr) g_selected.store(set = best(), std::memory_order_release);
+    if (set == nullptr) g_selected.store(set = initial(), std::memory_order_release);
     return *set;
 }
 

@@ -26,6 +26,7 @@ void store_fence() noexcept;
 // The set in use: the best this CPU has, unless MEMCKPT_CPU or `select` named another. Throws std::invalid_argument when
 // MEMCKPT_CPU names an unknown set, or one this CPU cannot run.
 const Kernels& kernels();
+const Kernels& best_kernels();  // whatever was named
 void select_kernels(const std::string& name);
 
 // Names of the sets that this CPU can run, worst first; and single features with their presence.

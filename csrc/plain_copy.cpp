@@ -34,7 +34,7 @@ private:
                 std::memcpy(target, source, n);
                 break;
             case CopyMode::stream:
-                kernels().copy(target, source, n);
+                best_kernels().copy(target, source, n);
                 break;
             case CopyMode::string:
                 asm volatile("rep movsb" : "+D"(target), "+S"(source), "+c"(n) : : "memory");

@@ -144,7 +144,7 @@ def first_change(
 def plain_copy(target: SharedMemory, offset: int, source_buffer: _Bytes, mode: str, threads: int = 2) -> None:
     """The limit that benchmarks measure against: one contiguous part for each thread, no checksum.
 
-    ``mode`` is ``memcpy`` (the C library's), ``stream`` (non-temporal stores of the path in use) or ``string``
+    ``mode`` is ``memcpy`` (the C library's), ``stream`` (non-temporal stores, the widest this CPU has) or ``string``
     (``rep movsb``).
     """
 
