@@ -20,6 +20,7 @@ from memckpt.comm import (
     barrier,
     broadcast,
     gather,
+    transport_speed,
     wait,
 )
 from memckpt.errors import Closed, DeadlineExceeded, PeerLost, ProtocolError, UsageError
@@ -204,6 +205,12 @@ def check_deadlines(world: Communicator) -> None:
                 late()
     barrier(world, DEADLINE_S)
     comm.close(abort=True)
+
+
+def check_speed(comm: Communicator) -> None:
+    speed = transport_speed(comm, 9 * MIB, DEADLINE_S)
+    assert speed == float("inf") if comm.size == 1 else 1e5 < speed < 1e12
+    assert len(set(allgather(comm, repr(speed).encode(), DEADLINE_S))) == 1
 
 
 def check_close(comm: Communicator) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from memckpt.comm.base import FIRST_TAG, Communicator, Request, wait
 from memckpt.comm.local import LocalComm, LocalGroup
+from memckpt.comm.speed import transport_speed
 from memckpt.comm.trees import allgather, allreduce_min, barrier, broadcast, gather
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "broadcast",
     "detect",
     "gather",
+    "transport_speed",
     "wait",
 ]
 

@@ -7,6 +7,8 @@ What shaped it, all of it seen with Open MPI 5.0.11:
   barrier in `MPIComm._adopt`.
 - ``Revoke`` without ``--with-ft ulfm`` reports success and reaches nobody.
 - After a revoke a matched receive can stay incomplete and still be written to later, so its buffer is kept for ever.
+- Under ULFM the barrier of MPI_Finalize hangs in about a third of the jobs that lost a rank, so `_load` asks Open MPI
+  to leave it out (the survivors still agree with each other there); a stopped rank hangs MPI_Finalize in any case.
 - One message may exceed 2 GiB: mpi4py 4 splits the count by a derived datatype where the library has no large-count
   calls.
 """
@@ -38,8 +40,15 @@ _open: weakref.WeakSet[MPIComm] = weakref.WeakSet()
 _watching = False
 
 
+def _has_ulfm() -> bool:
+    return os.environ.get(_ULFM, "0").lower() in ("1", "true", "yes", "enabled", "t")
+
+
 def _load() -> Any:
     """The module ``mpi4py.MPI``, initialised (by the user, or by mpi4py as ``mpi4py.rc`` says)."""
+    if _has_ulfm():
+        # Read by MPI_Init, so it comes too late where the user did that before.
+        os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -159,7 +168,7 @@ class MPIComm(Communicator):
         if not isinstance(source, MPI.Intracomm) or source == MPI.COMM_NULL:
             raise UsageError(f"an mpi4py intracommunicator is needed, not {source!r}")
         self._mpi: Any = MPI
-        self.revocable = os.environ.get(_ULFM, "0").lower() in ("1", "true", "yes", "enabled", "t")
+        self.revocable = _has_ulfm()
         _watch_finalize(MPI)
         self._adopt(self._duplicate(source, deadline_s), deadline_s, source)
 
