@@ -219,6 +219,20 @@ class Observer:
 
 
 @contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM end this process in order, so that its jobs end with it."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
 def _scratch(keep: bool, say: Callable[[str], None]) -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="memckpt-"))
     try:
@@ -238,7 +252,7 @@ def observe(settings: Settings, say: Callable[[str], None] = lambda message: Non
     DemoFailed
         When it could not be carried to its end, within the time limit; nothing is left running.
     """
-    with _scratch(settings.keep, say) as directory:
+    with _terminable(), _scratch(settings.keep, say) as directory:
         observer = Observer(settings, directory, say)
         try:
             return observer.judge()
