@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -10,18 +11,16 @@ import msgspec
 import numpy as np
 import torch
 
-from memckpt.errors import CorruptSnapshot
+from memckpt.errors import CorruptSnapshot, MemckptError
+from memckpt.leaves import Place
+from memckpt.modules import ModuleSource
+from memckpt.optimizers import GROUP_STRUCTURE, OptimizerSource
 from memckpt.restore import Plan
-from memckpt.sources import (
-    GROUP_STRUCTURE,
-    ContainerSource,
-    ModuleSource,
-    ObjectSource,
-    OptimizerSource,
-    Source,
-    is_tensors,
-)
+from memckpt.sources import ContainerSource, ObjectSource, Source, is_tensors
 from memckpt.tree import Decoder, unescape
+
+
+Live = dict[str, tuple[torch.Tensor, Place | None]]
 
 
 def is_rng(source: Source) -> bool:
@@ -45,13 +44,15 @@ def plan(plan: Plan, source: Source, node: Any, keys: list[str]) -> None:
             plan.applies.append((source.name, lambda: source.value.load_state_dict(value)))
         else:
             _exactly(plan, source, keys)
+    except MemckptError:
+        raise
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise CorruptSnapshot(f"plain values of the wrong form: {error!r}", path=source.name) from error
 
 
-def _exactly(plan: Plan, source: Source, keys: list[str]) -> None:
+def _exactly(plan: Plan, source: Source, keys: list[str], live: Live | None = None) -> None:
     """Every live tensor gets its bytes, and every stored one is wanted."""
-    live = source.live
+    live = source.live if live is None else live
     for key in keys:
         if key not in live:
             plan.row(key, plan.describe(key), "-")
@@ -61,32 +62,35 @@ def _exactly(plan: Plan, source: Source, keys: list[str]) -> None:
 
 def _module(plan: Plan, source: ModuleSource, node: dict[str, Any], keys: list[str]) -> None:
     module = source.module
-    extra = {name: plan.decoder(source).decode(value, (source.root, "k", name)) for name, value in node.items()}
+    fetched: set[str] = set()
+    decoder = _noting(plan, source, fetched, in_place=False)
+    extra = {name: decoder.decode(value, (source.root, "k", name)) for name, value in node.items()}
     for name in sorted(extra.keys() ^ source.extra.keys()):
         at = f"{source.name}.{name}"
         plan.breaks(source, at, *(("extra state", "-") if name in extra else ("-", "extra state")))
+    keys = [k for k in keys if k not in fetched]
+    live = {k: v for k, v in source.live.items() if k not in source.inner and k.partition("/~t")[0] not in source.inner}
     own = {id(t) for m in module.modules() for t in chain(m._parameters.values(), m._buffers.values())}
-    setters = {name: name.rpartition(".") for name in extra}
-    if all(id(t) in own for t in source.found.values()) and all(p[2] == "_extra_state" for p in setters.values()):
-        tensors = [k for k in keys if k not in plan.made]
-        _exactly(plan, source, tensors)
+    direct = all(id(t) in own for k, t in source.found.items() if k not in source.inner)
+    parts = {name: name.rpartition(".") for name in extra}
+    if direct and all(last == "_extra_state" for _, _, last in parts.values()):
+        _exactly(plan, source, keys, live)
         for name, value in extra.items():
-            child = _child(module, setters[name][0], source)
-            plan.applies.append((source.name, lambda child=child, value=value: child.set_extra_state(value)))  # type: ignore[misc]
+            if source.name not in plan.broken:
+                set_extra_state = _child(module, parts[name][0], source).set_extra_state
+                plan.applies.append((source.name, partial(set_extra_state, value)))
         return
     # Its state_dict gives copies, or values of its own kind: only its load_state_dict knows where they go.
     values: dict[str, Any] = {}
     actual = {source.canonical(name): name for name in module.state_dict(keep_vars=True)}
     prefix = len(source.key) + 1
-    for key, (tensor, place) in source.live.items():
-        if key in plan.stored.names and plan.fill(key, tensor, place):
+    for key in keys:
+        if key not in live:
+            plan.row(key, plan.describe(key), "-")
+    for key, (tensor, place) in live.items():
+        if plan.fill(key, tensor, place):
             del plan.wanted[key]
             values[actual[unescape(key[prefix:])]] = plan.make(key)
-        elif key not in plan.stored.names:
-            plan.row(key, "-", plan.describe(key))
-    for key in keys:
-        if key not in source.live and key not in plan.made:
-            plan.row(key, plan.describe(key), "-")
     values |= {actual.get(name, name): value for name, value in extra.items()}
     plan.applies.append((source.name, lambda: _load_module(module, values)))
 
@@ -101,6 +105,20 @@ def _child(module: torch.nn.Module, path: str, source: ModuleSource) -> torch.nn
         if source.canonical(name) == path:
             return child
     raise CorruptSnapshot(f"extra state of a module {path!r} that is not there", path=source.name)
+
+
+def _noting(plan: Plan, source: Source, fetched: set[str], *, in_place: bool) -> Decoder:
+    """A decoder that notes the keys of the tensors in its trees; these may have another form than the live ones."""
+    fetch = plan.fetch(source, in_place=in_place)
+    live = source.found
+
+    def noting(key: str) -> torch.Tensor:
+        fetched.add(key)
+        if in_place and key in live and key in plan.stored.names and plan.describe(key) != _form(live[key]):
+            return plan.make(key)
+        return fetch(key)
+
+    return Decoder(noting, allow_pickle=plan.allow_pickle)
 
 
 class _Optimizer:
@@ -119,8 +137,8 @@ class _Optimizer:
             plan.breaks(source, at, f"groups of {sizes} parameters", f"groups of {wanted} parameters")
             return
         fetched: set[str] = set()
-        hyper = self._decoder(plan, fetched, in_place=True)
-        fresh = self._decoder(plan, fetched, in_place=False)
+        hyper = _noting(plan, source, fetched, in_place=True)
+        fresh = _noting(plan, source, fetched, in_place=False)
         self.columns = [
             (hyper.decode(name), [_run(run, hyper, source) for run in runs]) for name, runs in groups["columns"]
         ]
@@ -136,18 +154,6 @@ class _Optimizer:
             if key not in fetched:
                 self._tensor(plan, key)
         plan.applies.append((source.name, self.apply))
-
-    def _decoder(self, plan: Plan, fetched: set[str], *, in_place: bool) -> Decoder:
-        fetch = plan.fetch(self.source, in_place=in_place)
-        live = self.found
-
-        def noting(key: str) -> torch.Tensor:
-            fetched.add(key)
-            if in_place and key in live and plan.describe(key) != _form(live[key]):
-                return plan.make(key)  # a hyperparameter may change its form
-            return fetch(key)
-
-        return Decoder(noting, allow_pickle=plan.allow_pickle)
 
     def _indices(self, ranges: list[list[int]]) -> list[int]:
         out: list[int] = []
@@ -210,7 +216,7 @@ class _Optimizer:
         for name, runs in self.columns:
             groups = iter(self.optimizer.param_groups)
             for count, make in runs:
-                for _, group in zip(range(count), groups):
+                for _, group in zip(range(count), groups, strict=False):
                     if make is not None:
                         group[name] = make[0]
                     elif name not in GROUP_STRUCTURE:

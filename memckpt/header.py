@@ -298,11 +298,8 @@ def _check_entry(e: Entry) -> None:
         raise fail("a span of the wrong form")
     if (e.global_shape is None) != (e.offsets is None):
         raise fail("a chunk of the wrong form")
-    if e.global_shape is not None and e.offsets is not None:
-        if not len(e.global_shape) == len(e.offsets) == len(e.shape) or any(
-            not 0 <= o <= o + n <= g <= _MAX for o, n, g in zip(e.offsets, e.shape, e.global_shape, strict=True)
-        ):
-            raise fail("a chunk outside its tensor")
+    if e.global_shape is not None and e.offsets is not None and not _inside(e.shape, e.offsets, e.global_shape):
+        raise fail("a chunk outside its tensor")
     for v in e.names():
         itemsize = ITEMSIZE.get(v.dtype)
         if itemsize is None:
@@ -316,6 +313,12 @@ def _check_entry(e: Entry) -> None:
                 raise fail("a view outside its span")
         elif not memory.dense or memory.nbytes != e.nbytes:
             raise fail("size, shape, strides and dtype do not belong together")
+
+
+def _inside(shape: Shape, offsets: Shape, whole: Shape) -> bool:
+    if not len(whole) == len(offsets) == len(shape):
+        return False
+    return all(0 <= o <= o + n <= g <= _MAX for o, n, g in zip(offsets, shape, whole, strict=True))
 
 
 def _memory(view: View, itemsize: int) -> Memory:

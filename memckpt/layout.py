@@ -234,7 +234,7 @@ class Layout:
         StateError
             `plain` outgrew the room left for it: build a new layout.
         """
-        offset, tail = self.header_tail(plain, step)
+        _, tail = self.header_tail(plain, step)
         return b"".join(((self.data_offset - 8).to_bytes(8, "little"), self._static, tail))
 
     def header_tail(self, plain: bytes, step: int) -> tuple[int, bytes]:
@@ -319,7 +319,7 @@ class _Draft:
 
 
 def _drafts(collected: Collected) -> list[_Draft]:
-    seen = [look(i, k, t, collected.places.get(i)) for i, (k, t) in enumerate(zip(collected.keys, collected.tensors))]
+    seen = [look(i, k, t, collected.places.get(i)) for i, (k, t) in enumerate(zip(collected.keys, collected.tensors, strict=False))]
     drafts = [_span(group) if overlapping else _single(group) for group, overlapping in shared(seen)]
     drafts.sort(key=lambda d: (-d.align, d.members[0].index))
     return drafts
@@ -333,9 +333,9 @@ def _single(same: list[Seen]) -> _Draft:
     copy = None
     if not memory.dense:
         # Not one piece of memory: its elements are gathered, as opaque integers, into memory of our own.
-        sizes = tuple(n if st else 1 for n, st in zip(s.shape, s.stride))
+        sizes = tuple(n if st else 1 for n, st in zip(s.shape, s.stride, strict=False))
         rows = contiguous_stride(sizes)
-        stride = tuple(r if st else 0 for r, st in zip(rows, s.stride))
+        stride = tuple(r if st else 0 for r, st in zip(rows, s.stride, strict=False))
         staging = torch.empty(memory.nbytes, dtype=torch.uint8)
         address = staging.data_ptr()
         source = raw(memory.address, sizes, s.stride, s.itemsize)

@@ -13,7 +13,6 @@ from memckpt.dtypes import NAMES
 from memckpt.errors import StateError
 from memckpt.tree import Encoder, Where, _no_tensor, key_of, path_of
 
-
 #: Structure of tensor subclasses met on the way: key -> JSON of [class name, context].
 Classes = dict[str, str]
 

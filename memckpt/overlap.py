@@ -75,7 +75,7 @@ def _overlapping(seen: list[Seen]) -> list[list[Seen]]:
     fresh = np.ones(len(seen), np.bool_)
     fresh[1:] = begins[order][1:] >= ends[:-1]
     groups: list[list[Seen]] = []
-    for i, new in zip(order.tolist(), fresh.tolist()):
+    for i, new in zip(order.tolist(), fresh.tolist(), strict=False):
         if new:
             groups.append([seen[i]])
         else:
@@ -116,7 +116,7 @@ def _truly_overlap(views: list[Seen]) -> bool:
     taken = np.zeros((high - low) // grain, np.uint8)
     for v in views:
         words = v.itemsize // grain
-        sizes = [n if s else 1 for n, s in zip(v.shape, v.stride)]
+        sizes = [n if s else 1 for n, s in zip(v.shape, v.stride, strict=False)]
         marks = np.lib.stride_tricks.as_strided(
             taken[(v.memory.address - low) // grain :], (*sizes, words), (*(s * words for s in v.stride), 1)
         )

@@ -1,4 +1,4 @@
-"""Filling the live state from a snapshot: first everything is compared and prepared, then the bytes are loaded, then the rest.
+"""Filling the live state from a snapshot: everything is compared and prepared, the bytes are loaded, then the rest.
 
 Tensors are written through their addresses, by the native scatter; what the live state lacks is made here, without a
 hidden optimizer step, and put in place by `Targets.apply`.
@@ -57,7 +57,7 @@ class Targets:
     _applies: list[tuple[str, Callable[[], None]]]
 
     def apply(self) -> None:
-        """After the bytes are loaded: finish strided tensors, put new ones in place, load plain values; RNG last. Local.
+        """After the bytes are loaded: finish strided tensors, put new ones in place, load plain values. Local.
 
         Raises
         ------
@@ -143,14 +143,20 @@ class Plan:
         """Tensors of a tree: the live ones where that is asked for (or there is no other way), else new ones."""
         found = source.found
         live = source.live
+        composed: dict[str, list[str]] = {}  # the inner tensors of tensor subclasses
+        for key in live:
+            if key not in found:
+                composed.setdefault(key.partition("/~t")[0], []).append(key)
 
         def fetch(key: str) -> torch.Tensor:
-            inner = [k for k in live if k == key or k.startswith(f"{key}/~t")] if key in found else []
+            inner = composed.get(key) or ([key] if key in live else [])
             saved = self.stored.names.get(key)
-            if inner and (in_place or inner != [key] or (saved is not None and _is_chunk(saved[0]))):
-                if all([self.fill(k, *live[k]) for k in inner]):
+            chunk = saved is not None and saved[0].global_shape is not None
+            if inner and (in_place or chunk or key in composed):
+                filled = [self.fill(k, *live[k]) for k in inner]  # all of them, for the list of differences
+                if all(filled):
                     return found[key]
-            elif saved is not None and not _is_chunk(saved[0]):
+            elif saved is not None and not chunk:
                 return self.make(key)
             else:
                 self.row(key, self.describe(key), "no live tensor of that kind to fill")
@@ -161,10 +167,6 @@ class Plan:
 
     def decoder(self, source: Source, *, in_place: bool = False) -> Decoder:
         return Decoder(self.fetch(source, in_place=in_place), allow_pickle=self.allow_pickle)
-
-
-def _is_chunk(entry: Entry) -> bool:
-    return entry.global_shape is not None
 
 
 def prepare(state: State, stored: Layout, *, strict: bool) -> Targets:
@@ -270,9 +272,9 @@ def _in(key: str, names: set[str]) -> bool:
 def _conflict(
     group: list[Seen], stored: list[tuple[Entry, View]], overlapping: bool
 ) -> tuple[str, str] | None:
-    """Why tensors that share memory here cannot all get what was saved under their names: there they did not share it."""
+    """Why tensors that share memory here cannot all get what was saved under their names, if so."""
     entry, view = stored[0]
-    for s, (e, v) in zip(group, stored):
+    for s, (e, v) in zip(group, stored, strict=False):
         if e.key != entry.key:
             return "in memory of its own", f"sharing memory with {group[0].key}"
         if overlapping:
@@ -281,7 +283,7 @@ def _conflict(
                 return "sharing memory in another way", f"sharing memory with {group[0].key}"
         elif v.offset != view.offset or not same_order(v.shape, v.stride, view.stride):
             return "in memory of its own", f"sharing memory with {group[0].key}"
-        if any(b == 0 and n > 1 and a != 0 for n, a, b in zip(s.shape, v.stride, s.stride)):
+        if any(b == 0 and n > 1 and a != 0 for n, a, b in zip(s.shape, v.stride, s.stride, strict=False)):
             return "not expanded", "expanded"
     if overlapping:
         low = min(s.memory.address for s in group)
@@ -300,7 +302,7 @@ def _single(s: Seen, entry: Entry, view: View, pieces: list[Piece], copies: list
     extent = memory_of(0, view.shape, view.stride, itemsize).extent
     staging = torch.empty(extent, dtype=torch.uint8)
     pieces.append((staging.data_ptr(), extent, begin))
-    sizes = tuple(n if st else 1 for n, st in zip(s.shape, s.stride))  # each element of live memory once
+    sizes = tuple(n if st else 1 for n, st in zip(s.shape, s.stride, strict=False))  # each element of live memory once
     source = raw(staging.data_ptr(), sizes, view.stride, itemsize)
     copies.append(Copy(raw(s.memory.address, sizes, s.stride, itemsize), source, (staging, s.tensor)))
 

@@ -1,4 +1,4 @@
-"""The state of a training run: a mapping of names to what the user trains with, read at every save and filled by a restore."""
+"""The state of a training run: a mapping of names to what the user trains with, read by saves, filled by a restore."""
 
 from __future__ import annotations
 
@@ -15,17 +15,9 @@ import torch
 
 from memckpt.errors import StateError, UsageError
 from memckpt.leaves import Collected, Place
-from memckpt.sources import (
-    ContainerSource,
-    ModuleSource,
-    ObjectSource,
-    OptimizerSource,
-    Source,
-    TensorSource,
-    is_shared,
-    is_stock_optimizer,
-    same,
-)
+from memckpt.modules import ModuleSource
+from memckpt.optimizers import OptimizerSource, is_stock_optimizer
+from memckpt.sources import ContainerSource, ObjectSource, Source, TensorSource, is_shared, same
 
 if TYPE_CHECKING:
     from memckpt.layout import Layout
@@ -36,7 +28,7 @@ CONTAINERS = (dict, list, OrderedDict, Counter, defaultdict, deque, set, bytearr
 
 
 class RNG:
-    """The random streams of this process: Python, NumPy, torch on the CPU, and this rank's CUDA device if it is in use."""
+    """The random streams of this process: Python, NumPy, torch on the CPU, and on this rank's CUDA device if in use."""
 
     def state_dict(self) -> dict[str, Any]:
         """The states as plain values. Local."""
@@ -59,13 +51,14 @@ class RNG:
         torch.set_rng_state(_bytes_tensor(state["torch"]))
         if "numpy" in state:
             name, keys, *rest = state["numpy"]
-            np.random.set_state((name, np.frombuffer(keys, np.uint32), *rest))
+            np.random.set_state(  # noqa: NPY002
+                (name, np.frombuffer(keys, np.uint32), *rest))
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(_bytes_tensor(state["cuda"]))
 
 
 def _numpy_state() -> tuple[Any, ...]:
-    state = np.random.get_state(legacy=True)
+    state = np.random.get_state(legacy=True)  # noqa: NPY002
     if not isinstance(state, tuple):
         raise StateError("NumPy's global generator is not MT19937; save the generator as an object of its own")
     return state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ class Memory(NamedTuple):
     dense : bool
         The logical bytes are the extent: the view is one piece of memory.
     stored : tuple of int
-        Sizes in the order in which the piece runs through memory, expanded dimensions as 1 (`dense` only; else of the copy).
+        Sizes in the order in which the piece runs through memory (if not dense: its copy), expanded dimensions as 1.
     """
 
     address: int
@@ -47,7 +48,7 @@ def memory_of(address: int, shape: tuple[int, ...], stride: tuple[int, ...], ite
     for d in reversed(order):
         dense = dense and stride[d] == step
         step *= sizes[d]
-    if dense and any(a > b for a, b in zip(order, order[1:])):
+    if dense and any(a > b for a, b in pairwise(order)):
         stored = tuple(sizes[d] for d in order)
     else:
         stored = sizes

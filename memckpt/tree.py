@@ -15,7 +15,7 @@ import struct
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from typing import Any, Union
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,18 +30,18 @@ ARRAY_NBYTES = 4096
 _EXACT = 1 << 53  # integers below this are the same in every JSON reader
 
 #: A place in the state: (place of the container, "k" for a key or "i" for an index or "t" for an inner tensor, item).
-Where = Union[tuple["Where", str, Any], None]
+Where = tuple["Where", str, Any] | None
 #: Stores a tensor found at a place and returns the key of its entry.
 Store = Callable[[torch.Tensor, Where], str]
 #: Returns the tensor whose entry has this key.
 Fetch = Callable[[str], torch.Tensor]
 
-_FACTORIES: dict[str, Any] = {"int": int, "float": float, "str": str, "list": list, "dict": dict, "set": set, "None": None}
+_FACTORIES: dict[str, Any] = {f.__name__: f for f in (int, float, str, list, dict, set)} | {"None": None}
 _ARRAY_DTYPE = re.compile(r"[<>|=][biufcSUmMV]\d{1,9}(\[\d{0,9}[a-zA-Z]{1,2}\])?")
 
 
 def escape(text: str) -> str:
-    """One component of a key: ``~`` and ``/`` escaped as in a JSON pointer, lone surrogates as ``~u`` and four digits."""
+    """One component of a key: ``~`` and ``/`` escaped as in a JSON pointer, lone surrogates as ``~u`` and 4 digits."""
     out = text.replace("~", "~0").replace("/", "~1")
     return out if out.isascii() else re.sub("[\ud800-\udfff]", lambda m: f"~u{ord(m.group()):04x}", out)
 
@@ -171,7 +171,7 @@ class Encoder:
         order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
         data: Any
         if value.nbytes > ARRAY_NBYTES:
-            flat = value.reshape(-1, order=order)  # type: ignore[call-overload]
+            flat = np.ascontiguousarray(value.reshape(-1, order=order))  # type: ignore[call-overload]
             raw = (flat if flat.flags.writeable else flat.copy()).view(np.uint8)
             data = {"tensor": self._store(torch.from_numpy(raw), where)}
         else:
