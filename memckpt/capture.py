@@ -12,6 +12,7 @@ are read again: equal bytes may be sealed, different ones are torn, and their te
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from memckpt import _native, faults
+from memckpt.errors import MemckptError, StateError
 from memckpt.layout import Layout, Pieces
 from memckpt.leaves import Collected
 from memckpt.slotfile import Slot
@@ -38,6 +40,8 @@ class Snapshot:
     ----------
     torn : str or None
         Why this snapshot must not be sealed.
+    error : Exception or None
+        What the user is to be told, once this rank has said no: the state itself cannot be saved, or a fault of ours.
     fenced : bool
         The bytes in the slot are final and may be sealed.
     """
@@ -52,6 +56,7 @@ class Snapshot:
     eager_nbytes: int = 0
     fenced: bool = False
     torn: str | None = None
+    error: Exception | None = None
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -89,6 +94,7 @@ class Capture:
         self._distrusted: set[str] = set()
         self._lazy_saves = 0
         self._open: Snapshot | None = None
+        self._fencing = threading.Lock()  # hooks may run in threads of the autograd engine
         self._random = random.Random(shard)
 
     def plan(self) -> Layout:
@@ -124,6 +130,8 @@ class Capture:
             self._begin(snapshot, step, pool, set(map(id, fired)))
         except Exception as error:
             snapshot.torn = f"{type(error).__name__}: {error}"
+            if isinstance(error, StateError) or not isinstance(error, (MemckptError, OSError)):
+                snapshot.error = error
             if snapshot.slot is None:
                 snapshot.layout = None
             snapshot.fenced = True
@@ -196,30 +204,32 @@ class Capture:
         """Wait until the lazy copy is done; training may change the state afterwards. Called by the optimizers'
         pre-hook.
         """
-        snapshot = self._open
-        if snapshot is None:
-            return
-        self._open = None
-        assert snapshot.job is not None
-        snapshot.job.wait(None)
-        faults.point("capture.copied", self._shard, snapshot.step)
-        if self._lazy_saves <= AUDITED_SAVES:
-            self._audit(snapshot, None)
-        else:
-            self._audit(snapshot, self._random.randrange(max(1, -(-snapshot.nbytes // _native.CHUNK_BYTES))))
-        snapshot.fenced = True
-        faults.point("capture.fenced", self._shard, snapshot.step)
+        with self._fencing:
+            snapshot = self._open
+            if snapshot is None:
+                return
+            assert snapshot.job is not None
+            snapshot.job.wait(None)
+            faults.point("capture.copied", self._shard, snapshot.step)
+            if self._lazy_saves <= AUDITED_SAVES:
+                self._audit(snapshot, None)
+            else:
+                self._audit(snapshot, self._random.randrange(max(1, -(-snapshot.nbytes // _native.CHUNK_BYTES))))
+            snapshot.fenced = True
+            self._open = None
+            faults.point("capture.fenced", self._shard, snapshot.step)
 
     def settle(self) -> None:
         """As `fence`, where training may have changed the state already: every source is compared with its copy."""
-        snapshot = self._open
-        if snapshot is None:
-            return
-        self._open = None
-        assert snapshot.job is not None
-        snapshot.job.wait(None)
-        self._audit(snapshot, None)
-        snapshot.fenced = True
+        with self._fencing:
+            snapshot = self._open
+            if snapshot is None:
+                return
+            assert snapshot.job is not None
+            snapshot.job.wait(None)
+            self._audit(snapshot, None)
+            snapshot.fenced = True
+            self._open = None
 
     def _audit(self, snapshot: Snapshot, chunk: int | None) -> None:
         pieces = snapshot.pieces

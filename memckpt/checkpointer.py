@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import sys
 import time
 import weakref
@@ -113,7 +114,8 @@ class Checkpointer:
         self._tally = Tally()
         self._last_step = 0
         self._stepped = False
-        self._fired: list[object] = []
+        self._fired: dict[int, object] = {}
+        self._pid = os.getpid()
         self._hooks = [opt.register_step_pre_hook(self._make_hook()) for opt in parts.state.optimizers]
         self._closed = False
         self._at_exit = _abandon_at_exit(weakref.ref(self))
@@ -233,14 +235,14 @@ class Checkpointer:
             saving.engine.pump()
             self._capture.settle()
             saving.raise_failure()
-            expected = self._last_step + 1
-            saving.at(n, self._fired if self._stepped else ())
-        self._last_step, self._stepped, self._fired = n, True, []
+            if n != self._last_step + 1:
+                saving.refuse(n, self._last_step)
+            fired = self._fired.values() if self._stepped else ()
+            self._last_step, self._stepped, self._fired = n, True, {}
+            saving.at(n, fired)
         blocked_s = time.monotonic() - started
         self._tally.set(step=n, last_blocked_s=blocked_s)
         self._tally.add(blocked_s=blocked_s)
-        if n != expected:
-            raise UsageError(f"step({n}) after step {expected - 1}: steps are counted one by one", run=self._parts.run)
         saving.report_failed()
 
     def steps(self, total: int) -> Iterator[int]:
@@ -368,6 +370,8 @@ class Checkpointer:
 
     def _shut(self, *, remove: bool, finished: bool, abort: bool) -> None:
         self._closed = True
+        if self._pid != os.getpid():
+            return  # a forked child: thread, lock and communicators are its parent's
         atexit.unregister(self._at_exit)
         for hook in self._hooks:
             hook.remove()
@@ -400,9 +404,9 @@ class Checkpointer:
 
         def before_optimizer_step(optimizer: object, args: object, kwargs: object) -> None:
             checkpointer = me()
-            if checkpointer is not None:
+            if checkpointer is not None and checkpointer._pid == os.getpid():
                 checkpointer.fence()
-                checkpointer._fired.append(optimizer)
+                checkpointer._fired[id(optimizer)] = optimizer
 
         return before_optimizer_step
 

@@ -222,6 +222,7 @@ class Engine:
         self._rings: dict[int, list[npt.NDArray[np.uint8]]] = {}
         self._vote: Vote | None = None
         self._moved = 0.0
+        self._last_beat = 0.0
         self._replicated_s: float | None = None
         self._wanted_nbytes = 0
         self._stop = threading.Event()
@@ -257,6 +258,7 @@ class Engine:
     def pump(self) -> None:
         """Drive the engine from the caller's thread where it has none of its own."""
         if self._thread is None and self.failure is None:
+            self._beat_now_and_then()
             self._guarded_poll()
 
     def wait(self, timeout_s: float | None) -> bool:
@@ -282,7 +284,7 @@ class Engine:
     def _run(self) -> None:
         sleep_s = _SHORTEST_SLEEP_S
         while not self._stop.is_set():
-            self._beat()
+            self._beat_now_and_then()
             if self._save is None or self.failure is not None:
                 self._wake.wait(_IDLE_S)
                 self._wake.clear()
@@ -293,6 +295,12 @@ class Engine:
             else:
                 time.sleep(sleep_s)
                 sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
+
+    def _beat_now_and_then(self) -> None:
+        now = time.monotonic()
+        if now - self._last_beat >= _IDLE_S:
+            self._last_beat = now
+            self._beat()
 
     def _guarded_poll(self) -> bool:
         try:

@@ -17,13 +17,14 @@ from memckpt.assembly import Parts
 from memckpt.capture import Capture, Snapshot
 from memckpt.decide import Agreed, Decisions
 from memckpt.engine import Engine, FreshSource, History, Outcome, Save, SealedSource
-from memckpt.errors import DeadlineExceeded, PeerLost, SaveFailed
+from memckpt.errors import DeadlineExceeded, PeerLost, SaveFailed, UsageError
 from memckpt.recover import Recovery
 from memckpt.replicate import Pace
 from memckpt.reports import Stats
 from memckpt.slots import SlotPool
 
 _KEPT_ERRORS = 20
+_TOLD_AFTER_S = 5.0  # an error of the state is raised when the others know of the no, or after so long
 
 
 class Tally:
@@ -132,6 +133,20 @@ class Saving:
         agreed = self._decisions.exchange(n, settled=not self.engine.busy, poll=self.engine.pump)
         self._begin_what_is_due(n, self._is_clear(agreed), fired, leaving=False)
 
+    def refuse(self, n: int, last: int) -> None:
+        """This rank is at a step that does not follow `last`: let every other rank hear of it, and raise.
+
+        Raises
+        ------
+        StepMismatch
+            Other ranks are at another step.
+        UsageError
+            All are at this one.
+        """
+        self._decisions.exchange(n, settled=False, poll=self.engine.pump)
+        self._decisions.complete(poll=self.engine.pump)
+        raise UsageError(f"step({n}) after step {last}: steps are counted one by one", run=self._parts.run, step=n)
+
     def leave(self) -> None:
         """Answer the decisions and votes of ranks that are still stepping until every rank is leaving. Collective."""
         end = time.monotonic() + self._options.deadline_s
@@ -204,6 +219,9 @@ class Saving:
             self._tally.add(saves=1)
             self._tally.set(lazy_nbytes=snapshot.lazy_nbytes, eager_nbytes=snapshot.eager_nbytes)
         self._submit(n, FreshSource(snapshot, self._history), self._holders, self._clients, protect=False)
+        if snapshot.error is not None:
+            self.engine.wait(min(_TOLD_AFTER_S, self._options.deadline_s))
+            raise snapshot.error
 
     def _protect(self) -> None:
         """Send the base to the holders that lack it, and vote on it as on a save."""

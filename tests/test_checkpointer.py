@@ -593,6 +593,71 @@ def test_different_settings_are_named_on_every_rank() -> None:
         assert "every: 1 on rank 0, 2 on rank 1" in str(error)
 
 
+def test_ranks_at_different_steps_are_told_both_numbers() -> None:
+    def work(comm: LocalComm) -> None:
+        ckpt = make(Training(), comm=comm)
+        ckpt.restore()
+        ckpt.step(1)
+        ckpt.step(2 + comm.rank)
+        ckpt.step(3 + comm.rank)
+
+    for error in run_ranks(2, work, nodes=["a", "b"]):
+        assert isinstance(error, memckpt.StepMismatch)
+        assert "from 2 to 3" in str(error)
+
+
+def test_state_that_cannot_be_saved_is_raised_after_the_no(base: Path) -> None:
+    def work(comm: LocalComm) -> Any:
+        training = Training()
+        ckpt = make(training, comm=comm)
+        ckpt.restore()
+        training.step()
+        ckpt.step(1)
+        ckpt.wait()
+        if comm.rank == 1:
+            training.progress["socket"] = object()
+            with pytest.raises(memckpt.StateError, match=r"progress.*socket"):
+                ckpt.step(2)
+            del training.progress["socket"]
+        else:
+            ckpt.step(2)
+        ckpt.step(3)
+        ckpt.wait()
+        errors, commits = ckpt.stats().errors, ckpt.stats().commits
+        ckpt.abandon()
+        return errors, commits
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        results = raise_errors(run_ranks(2, work, nodes=["a", "b"]))
+    for errors, commits in results:
+        assert commits == 2
+        assert "step 2: rank 1: StateError" in errors[0]
+
+
+def test_a_forked_child_leaves_the_parent_alone() -> None:
+    training = Training()
+    ckpt = make(training)
+    ckpt.restore()
+    for n in (1, 2):
+        training.step()
+        ckpt.step(n)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            training.optimizer.step()  # its hook is the parent's business
+            ckpt.abandon()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    training.step()
+    ckpt.step(3)
+    assert ckpt.wait()
+    assert ckpt.stats().commits == 3
+    ckpt.close()
+
+
 def test_a_rank_that_cannot_save_stops_nobody(base: Path) -> None:
     """A failure of one rank: the step is committed nowhere, every rank learns rank and cause, the next save works."""
 
