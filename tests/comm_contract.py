@@ -171,6 +171,10 @@ def check_arguments(comm: Communicator) -> None:
         comm.isend(b"x", comm.size, FIRST_TAG)
     with pytest.raises(UsageError):
         comm.isend(np.zeros((4, 4))[:, ::2], 0, FIRST_TAG)
+    with pytest.raises(UsageError, match="in parts"):
+        comm.isend(np.empty(2**31, dtype=np.uint8), 0, FIRST_TAG)  # never touched, so it takes no memory
+    with pytest.raises(UsageError, match="in parts"):
+        comm.irecv(np.empty(2**32 + 5, dtype=np.uint8), 0, FIRST_TAG)
     with pytest.raises(UsageError):
         comm.iallreduce_min(np.zeros(1, dtype=np.int32))  # type: ignore[arg-type]
 

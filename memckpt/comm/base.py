@@ -22,6 +22,9 @@ Int64 = npt.NDArray[np.int64]
 FIRST_TAG = 16
 """Lowest tag for users of a Communicator; the ones below belong to `memckpt.comm.trees`."""
 
+MAX_MESSAGE_NBYTES = 2**31 - 1
+"""Most bytes in one message: MPI counts in 32 bits."""
+
 DUP_DEADLINE_S = 60.0
 SPINS = 20
 PAUSE_MIN_S = 20e-6
@@ -107,7 +110,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def isend(self, buffer: Any, dest: int, tag: int) -> Request:
-        """Start to send `buffer` (contiguous, buffer protocol, any size) to rank `dest`. Local.
+        """Start to send `buffer` (contiguous, buffer protocol, at most 2 GiB less one byte) to rank `dest`. Local.
 
         Raises
         ------
@@ -155,6 +158,10 @@ def readable(buffer: Any) -> memoryview:
     view = memoryview(buffer)
     if not view.contiguous:
         raise UsageError("a message buffer must be contiguous")
+    if view.nbytes > MAX_MESSAGE_NBYTES:
+        raise UsageError(
+            f"a message of {view.nbytes} bytes; at most {MAX_MESSAGE_NBYTES} are possible, so send it in parts"
+        )
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 

@@ -9,8 +9,7 @@ What shaped it, all of it seen with Open MPI 5.0.11:
 - After a revoke a matched receive can stay incomplete and still be written to later, so its buffer is kept for ever.
 - Under ULFM the barrier of MPI_Finalize hangs in about a third of the jobs that lost a rank, so `_load` asks Open MPI
   to leave it out (the survivors still agree with each other there); a stopped rank hangs MPI_Finalize in any case.
-- One message may exceed 2 GiB: mpi4py 4 splits the count by a derived datatype where the library has no large-count
-  calls.
+- More than 2**31 - 1 bytes in one message are refused by mpi4py 4.1 over Open MPI 5.0 (MPI_ERR_ARG), hence the limit.
 """
 
 from __future__ import annotations
