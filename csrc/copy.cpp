@@ -111,7 +111,6 @@ std::vector<std::int64_t> CopyJob::bad_chunks() const {
 
 namespace {
 
-// Gather, or, with `dry`, only the checksum of what a gather would write.
 class Gather final : public CopyJob {
 public:
     Gather(std::shared_ptr<SharedMemory> target, std::uint64_t file_nbytes, Pieces pieces, bool with_crc, unsigned threads)
