@@ -363,7 +363,7 @@ class Checkpointer:
             self._shut(remove=False, finished=False, abort=True)
 
     def interrupt(self, error: PeerLost) -> None:
-        """A peer is known to be lost: end every wait of this Checkpointer. From any thread; idempotent. Local."""
+        """A peer is known to be lost, `error` says which: end every wait of this Checkpointer. Any thread; local."""
         if self._saving is not None:
             self._saving.engine.fail(error)
         self._parts.break_off()

@@ -45,14 +45,15 @@ class RNG:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the streams. Local."""
+        """Continue the streams of `state`. Local."""
         version, words, gauss = state["python"]
         random.setstate((version, tuple(np.frombuffer(words, np.uint32).tolist()), gauss))
         torch.set_rng_state(_bytes_tensor(state["torch"]))
         if "numpy" in state:
             name, keys, *rest = state["numpy"]
             np.random.set_state(  # noqa: NPY002
-                (name, np.frombuffer(keys, np.uint32), *rest))
+                (name, np.frombuffer(keys, np.uint32), *rest)
+            )
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(_bytes_tensor(state["cuda"]))
 

@@ -38,6 +38,9 @@ class Abandonable(Protocol):
     def abandon(self) -> None:
         """Stop the thread, remove the hooks, drop the lock; talk to no peer; keep the memory."""
 
+    def interrupt(self, error: PeerLost) -> None:
+        """End every wait in it, from any thread."""
+
 
 class Failure:
     """One interruption of training, as the survivors know it.
@@ -110,6 +113,7 @@ class Context:
         self._deadline_s = deadline_s
         self._listeners = groups.listeners()
         self._splits: list[MPI.Intracomm] = []
+        self._communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self._checkpointers: weakref.WeakSet[Abandonable] = weakref.WeakSet()
         self._trip_guard = threading.Lock()
         self._seen: float | None = None
@@ -122,7 +126,12 @@ class Context:
         return self._seen
 
     def split(self, color: int, key: int = 0) -> Any:
-        """Like ``comm.Split``, for a part that is revoked with this generation. Collective over `comm`.
+        """Like ``comm.Split(color, key)``, for a part that is revoked with this generation. Collective over `comm`.
+
+        Parameters
+        ----------
+        color, key : int
+            Ranks of one colour form a part, ordered by key. Not MPI.UNDEFINED.
 
         Raises
         ------
@@ -164,10 +173,12 @@ class Context:
         """The active ranks as a Communicator for a Checkpointer. Collective over `comm`."""
         from memckpt.comm.mpi import MPIComm
 
-        return MPIComm(self.comm)
+        made = MPIComm(self.comm)
+        self._communicators.add(made)
+        return made
 
     def register(self, checkpointer: Abandonable) -> None:
-        """Remember, weakly, a Checkpointer to abandon when this generation ends by a failure. Local."""
+        """Remember `checkpointer`, weakly, to abandon when this generation ends by a failure. Local."""
         self._checkpointers.add(checkpointer)
 
     def progress(self, step: int) -> None:
@@ -186,7 +197,8 @@ class Context:
     def on_failure(self, error: BaseException | str) -> None:
         """End this generation: revoke its communicators, break its process groups, so that waiting threads come back.
 
-        Called by whoever sees that a peer is gone, from any thread; idempotent. Local, and every other rank is told.
+        `error` is what was seen. Called by whoever sees that a peer is gone, from any thread; idempotent. Local, and
+        every other rank is told.
         """
         with self._trip_guard:
             if self._seen is not None:
@@ -200,10 +212,18 @@ class Context:
         world.revoke(self.comm)
         for part in splits:
             world.revoke(part)
+        # A Checkpointer talks over communicators of its own, which no peer has revoked for us.
+        for made in list(self._communicators):
+            made.close(abort=True)
+        for checkpointer in list(self._checkpointers):
+            checkpointer.interrupt(error if isinstance(error, PeerLost) else PeerLost(f"a peer was lost: {error}"))
         groups.abort(self._listeners)
 
     def retire(self, *, failed: bool) -> None:
-        """Let go of what belongs to this generation; called by `run` when no thread is in `train` any more. Local."""
+        """Let go of what belongs to this generation, which `failed` or is over. Local.
+
+        Called by `run` when no thread is in `train` any more.
+        """
         for checkpointer in list(self._checkpointers):
             if failed:
                 checkpointer.abandon()
