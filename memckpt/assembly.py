@@ -19,7 +19,7 @@ from memckpt.lock import ProcessLock
 from memckpt.options import Options, copies_of
 from memckpt.placement import place
 from memckpt.redundancy import Mirror
-from memckpt.replicate import WINDOW
+from memckpt.replicate import RING
 from memckpt.session import Session
 from memckpt.state import RNG, State
 from memckpt.surroundings import Surroundings
@@ -239,7 +239,7 @@ def needs(parts: Parts, shards: list[int]) -> list[budget.Need]:
     """What each rank of this node will hold when every rank's snapshot has the size given for it. Local."""
     session = parts.session
     holders = place([p.path for p in session.places], session.copies)
-    ring_nbytes = WINDOW * _native.CHUNK_BYTES
+    ring_nbytes = RING * _native.CHUNK_BYTES
     return [
         budget.Need(
             rank,

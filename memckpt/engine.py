@@ -19,10 +19,10 @@ import numpy.typing as npt
 
 from memckpt import _native, faults
 from memckpt.capture import Snapshot
-from memckpt.comm.base import Communicator
+from memckpt.comm.base import SPINS, Communicator
 from memckpt.commit import NO, NOT_YET, YES, Vote
 from memckpt.errors import DeadlineExceeded, MemckptError
-from memckpt.replicate import WINDOW, Begin, Pace, Receiving, Sending
+from memckpt.replicate import RING, Begin, Pace, Receiving, Sending
 from memckpt.seal import Base, Generation, Seal, encode
 from memckpt.slotfile import Slot
 from memckpt.slots import SlotPool
@@ -282,19 +282,22 @@ class Engine:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        sleep_s = _SHORTEST_SLEEP_S
+        idle, sleep_s = 0, _SHORTEST_SLEEP_S
         while not self._stop.is_set():
             self._beat_now_and_then()
             if self._save is None or self.failure is not None:
                 self._wake.wait(_IDLE_S)
                 self._wake.clear()
-                sleep_s = _SHORTEST_SLEEP_S
+                idle, sleep_s = 0, _SHORTEST_SLEEP_S
                 continue
             if self._guarded_poll():
-                sleep_s = _SHORTEST_SLEEP_S
+                idle, sleep_s = 0, _SHORTEST_SLEEP_S
+            elif idle < SPINS:
+                idle += 1
+                time.sleep(0)  # gives up the processor: training or the peer may need this very core
             else:
                 time.sleep(sleep_s)
-                sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
+                sleep_s = min(1.5 * sleep_s, _LONGEST_SLEEP_S)
 
     def _beat_now_and_then(self) -> None:
         now = time.monotonic()
@@ -374,7 +377,7 @@ class Engine:
 
     def _ring(self, client: int) -> list[npt.NDArray[np.uint8]]:
         if client not in self._rings:
-            self._rings[client] = [np.zeros(_native.CHUNK_BYTES, dtype=np.uint8) for _ in range(WINDOW)]
+            self._rings[client] = [np.zeros(_native.CHUNK_BYTES, dtype=np.uint8) for _ in range(RING)]
         return self._rings[client]
 
     def _ballot(self, save: Save, complete: bool) -> tuple[int, str, bool]:

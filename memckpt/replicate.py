@@ -35,8 +35,11 @@ from memckpt.seal import Generation, Seal, decode
 from memckpt.slotfile import Slot
 from memckpt.slots import SlotPool
 
-WINDOW = 2
-"""Chunks under way at once, on either side: one moves while one is copied."""
+SENDS = 4
+"""Chunks that an owner has under way at once."""
+
+RING = 2
+"""Receive buffers for each client: one is filled while the other, still in the cache, is copied into the slot."""
 
 _BEGIN_NBYTES = 512
 _TAGS = 32_000  # every transport has tags up to 32,767; the order between equal tags is kept
@@ -147,7 +150,7 @@ class Sending:
     def _send_chunks(self) -> bool:
         moved = False
         ready = min(self._chunks, self._source.watermark)
-        while self._next < ready and len(self._requests) < WINDOW:
+        while self._next < ready and len(self._requests) < SENDS:
             start, end = chunk_range(self._next, self._begin.nbytes)
             if not self._pace.allows(start):
                 break
