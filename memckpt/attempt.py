@@ -63,6 +63,8 @@ class Attempt:
         The slot into which this rank's snapshot was brought.
     removed : list of str
         Free slots that had to make room for it.
+    slot : Slot or None
+        The slot that this rank's snapshot was loaded from, still open; the caller closes it.
     """
 
     def __init__(self, session: Session, state: State, plan: Plan, seconds: dict[str, float]) -> None:
@@ -78,6 +80,7 @@ class Attempt:
         self.touched = False
         self.fetched: Slot | None = None
         self.removed: list[str] = []
+        self.slot: Slot | None = None
 
     def run(self) -> dict[Where, str]:
         """Check, fetch and load. Collective.
@@ -107,10 +110,15 @@ class Attempt:
                 self.touched = True
                 bad = self._settle(self._load(), "load")
                 faults.point("recover.loaded", self._rank, step)
-                return bad or self._settle(self._apply(), "end of the load")
+                bad = bad or self._settle(self._apply(), "end of the load")
+                if not bad:
+                    self.slot = self.fetched or self._offer.slot
+                return bad
         finally:
             for offer in (self._offer, *self._serving.values(), Offer(slot=self.fetched)):
-                offer.close()
+                offer.head.release()
+                if offer.slot is not self.slot or self.slot is None:
+                    offer.close()
 
     def _settle(self, mine: Verdict, what: str) -> dict[Where, str]:
         """Tell the others. The bad slots of all ranks, or the error of all. Collective."""
@@ -132,7 +140,7 @@ class Attempt:
         """Exchange seals and headers, and compare this rank's with the live state. Changes nothing."""
         arena = self._session.arena
         if self._mine.source == "own":
-            self._offer = open_offer(arena, self._mine.slot)
+            self._offer = open_offer(arena, self._mine.slot, writable=True)
         for client, theirs in enumerate(self._plan.ranks):
             if theirs.source == "peer" and theirs.server == self._rank:
                 self._serving[client] = open_offer(arena, theirs.slot)

@@ -6,8 +6,9 @@ Wire format, between one serving rank and one fetching rank, all little-endian:
 tag    direction  length                content
 ====== ========== ===================== =================================================================
 sizes  to fetch   16                    length of the seal (0: it is not there), length of the head
-head   to fetch   as announced          the seal, then the leading chunks of the file that hold its header;
-                                        or, without a seal, why not
+seal   to fetch   as announced          the seal
+head   to fetch   as announced          the leading chunks of the file, which hold its header; without a
+                                        seal, why there is none
 go     to serve   1                     1: send the rest, 0: do not
 chunk  to fetch   4 MiB, last less      each further chunk of the file
 end    to fetch   1                     1: the seal is still the same
@@ -23,9 +24,9 @@ from __future__ import annotations
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from memckpt import _native, faults
@@ -38,7 +39,7 @@ from memckpt.slotfile import MAX_HEADER_NBYTES, MAX_SEAL_NBYTES, Slot
 WINDOW = 4
 """Chunks under way at once on either side: some move while others are copied."""
 
-_SIZES, _HEAD, _GO, _CHUNK, _END = (FIRST_TAG + i for i in range(5))
+_SIZES, _SEAL, _HEAD, _GO, _CHUNK, _END = (FIRST_TAG + i for i in range(6))
 _LENGTHS = struct.Struct("<QQ")
 _MAX_REASON_NBYTES = 1000
 
@@ -96,8 +97,8 @@ class Offer:
     ----------
     seal : Seal or None
         None when there is nothing to be had.
-    head : bytes
-        The leading chunks of the file, which hold its header; checked against the seal.
+    head : memoryview
+        The leading chunks of the file, which hold its header; checked against the seal. In the slot where there is one.
     slot : Slot or None
         Where it lies on this node; None for what a peer offers.
     reason : str
@@ -105,7 +106,7 @@ class Offer:
     """
 
     seal: Seal | None = None
-    head: bytes = b""
+    head: memoryview = field(default_factory=lambda: memoryview(b""))
     slot: Slot | None = None
     reason: str = ""
 
@@ -118,6 +119,7 @@ class Offer:
 
     def close(self) -> None:
         """Let go of the mapping; it stays while a send that never ended refers to it. Local."""
+        self.head.release()
         if self.slot is not None:
             try:
                 self.slot.close()
@@ -125,11 +127,11 @@ class Offer:
                 pass
 
 
-def open_offer(arena: Arena, name: str) -> Offer:
+def open_offer(arena: Arena, name: str, *, writable: bool = False) -> Offer:
     """Open a sealed slot of this node and check its header against its seal. Local."""
-    slot = None
+    slot, head = None, memoryview(b"")
     try:
-        slot = arena.open_slot(name, writable=False)
+        slot = arena.open_slot(name, writable=writable)
         seal = slot.read_seal()
         if seal is None:
             raise CorruptSnapshot("its seal is gone")
@@ -137,11 +139,10 @@ def open_offer(arena: Arena, name: str) -> Offer:
             size = 8 + int.from_bytes(view[:8], "little")
             if not 8 < size <= min(seal.nbytes, len(view), MAX_HEADER_NBYTES):
                 raise CorruptSnapshot(f"its header says that it is {size} bytes long, in a file of {seal.nbytes}")
-            head = bytes(view[: min(chunks_of(size) * _native.CHUNK_BYTES, seal.nbytes)])
+            head = view[: min(chunks_of(size) * _native.CHUNK_BYTES, seal.nbytes)]
         _check_head(head, seal)
     except (OSError, CorruptSnapshot, ForeignMemory, ProtocolError) as error:
-        if slot is not None:
-            slot.close()
+        Offer(head=head, slot=slot).close()
         return Offer(reason=str(getattr(error, "message", error)))
     return Offer(seal, head, slot)
 
@@ -151,26 +152,28 @@ def chunks_of(nbytes: int) -> int:
     return -(-nbytes // _native.CHUNK_BYTES)
 
 
-def _check_head(head: bytes, seal: Seal) -> None:
+def _check_head(head: memoryview, seal: Seal) -> None:
     if len(seal.crcs) != chunks_of(seal.nbytes) or len(head) > seal.nbytes:
         raise CorruptSnapshot("the seal does not fit the file")
-    for i, chunk in enumerate(_cut(head)):
-        if _native.crc32c(chunk) != seal.crcs[i]:
+    for i, crc in enumerate(map(_native.crc32c, _cut(head))):
+        if crc != seal.crcs[i]:
             raise CorruptSnapshot(f"chunk {i}, which holds the header, differs from its checksum")
 
 
-def _cut(head: bytes) -> list[bytes]:
-    return [head[i : i + _native.CHUNK_BYTES] for i in range(0, len(head), _native.CHUNK_BYTES)]
+def _cut(head: memoryview) -> Iterator[memoryview]:
+    """The chunks one by one; each is let go of before the next, so that none keeps the mapping open."""
+    for start in range(0, len(head), _native.CHUNK_BYTES):
+        with head[start : start + _native.CHUNK_BYTES] as chunk:
+            yield chunk
 
 
 def send_head(comm: Communicator, offer: Offer, dest: int) -> Steps[None]:
     """Serving rank, first part: the seal and the header."""
     seal = encode(offer.seal) if offer.seal is not None else b""
-    head = offer.head if seal else offer.reason.encode()[:_MAX_REASON_NBYTES]
-    sizes = comm.isend(_LENGTHS.pack(len(seal), len(head)), dest, _SIZES)
-    both = comm.isend(seal + head, dest, _HEAD)
-    yield sizes.test
-    yield both.test
+    head = offer.head if seal else memoryview(offer.reason.encode()[:_MAX_REASON_NBYTES])
+    parts = (_LENGTHS.pack(len(seal), len(head)), _SIZES), (seal, _SEAL), (head, _HEAD)
+    for request in [comm.isend(part, dest, tag) for part, tag in parts]:
+        yield request.test
 
 
 def receive_head(comm: Communicator, source: int) -> Steps[Offer]:
@@ -180,12 +183,13 @@ def receive_head(comm: Communicator, source: int) -> Steps[Offer]:
     seal_nbytes, head_nbytes = _LENGTHS.unpack(sizes)
     if seal_nbytes > MAX_SEAL_NBYTES or head_nbytes > MAX_HEADER_NBYTES + _native.CHUNK_BYTES:
         raise ProtocolError(f"a seal of {seal_nbytes} and a head of {head_nbytes} bytes announced", rank=source)
-    buffer = bytearray(seal_nbytes + head_nbytes)
-    yield comm.irecv(buffer, source, _HEAD).test
+    encoded, head = bytearray(seal_nbytes), memoryview(bytearray(head_nbytes))
+    for request in comm.irecv(encoded, source, _SEAL), comm.irecv(head, source, _HEAD):
+        yield request.test
     if not seal_nbytes:
-        return Offer(reason=buffer[:_MAX_REASON_NBYTES].decode(errors="replace"))
+        return Offer(reason=bytes(head[:_MAX_REASON_NBYTES]).decode(errors="replace"))
     try:
-        seal, head = decode(bytes(buffer[:seal_nbytes])), bytes(buffer[seal_nbytes:])
+        seal = decode(bytes(encoded))
         _check_head(head, seal)
     except (CorruptSnapshot, ProtocolError) as error:
         return Offer(reason=error.message)
@@ -226,9 +230,10 @@ def receive_rest(
     yield comm.isend(bytes([slot is not None]), source, _GO).test
     if slot is None:
         return ""
-    nbytes, crcs = offer.seal.nbytes, []
-    for i, chunk in enumerate(_cut(offer.head)):
-        crcs.append(_native.copy_crc(slot.memory, i * _native.CHUNK_BYTES, chunk))
+    nbytes = offer.seal.nbytes
+    crcs = [_native.copy_crc(slot.memory, i * _native.CHUNK_BYTES, chunk) for i, chunk in enumerate(_cut(offer.head))]
+    # Page faults of a first write cost more than the copy; they are taken while the first chunks are on their way.
+    mapped = worker.submit(slot.memory.populate, 1)
     at = len(offer.head)
     spare = [memoryview(bytearray(_native.CHUNK_BYTES)) for _ in range(min(WINDOW, chunks_of(nbytes - at)))]
     posted: deque[tuple[Request, memoryview, int]] = deque()
@@ -250,6 +255,8 @@ def receive_rest(
             copy, buffer = copies.popleft()
             crcs.append(copy.result())
             spare.append(buffer)
+    yield mapped.done
+    mapped.result()
     end = bytearray(1)
     yield comm.irecv(end, source, _END).test
     if not end[0]:

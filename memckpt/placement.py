@@ -1,9 +1,9 @@
 """Who keeps the replicas of whom: a pure function of where the ranks run.
 
 A *domain* is the path of the failure domains that a rank lies in, outermost first and ending with its node, such as
-``"rack2/node7"`` (or just ``"node7"``). A replica goes as far away as there is somewhere to go: to another outermost domain,
-else to another node, else to another rank. Next in weight is that all ranks hold equally many, and that replicas which
-already lie in a good place stay there.
+``"rack2/node7"`` (or just ``"node7"``). A replica goes as far away as there is somewhere to go: to another outermost
+domain, else to another node, else to another rank. Next in weight is that replicas that lie in such a place already
+stay there, then that all ranks hold equally many.
 """
 
 from __future__ import annotations

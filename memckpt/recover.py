@@ -25,6 +25,7 @@ from memckpt.placement import Holders
 from memckpt.plan import Pinned, Plan, Rebuild
 from memckpt.seal import Base, Generation
 from memckpt.session import Session
+from memckpt.slotfile import Slot
 from memckpt.state import State
 from memckpt.verdict import Problem, describe, restore_error
 
@@ -39,8 +40,9 @@ class Recovery:
         What was loaded (None when there was nothing), and what would be next; pinned until the base is committed again.
     generation : Generation
         The new one.
-    own : str or None
-        Slot of this node that holds this rank's sealed snapshot of the base.
+    own : Slot or None
+        Slot of this node that holds this rank's sealed snapshot of the base: open for writing, its pages mapped, so
+        that nobody has to map them again. Belongs to the caller, who closes it.
     free : tuple of str
         Slots of this node that this rank, and no other, may write.
     pinned : tuple of Pinned
@@ -64,7 +66,7 @@ class Recovery:
     base: Base | None
     fallback: Base | None
     generation: Generation
-    own: str | None
+    own: Slot | None
     free: tuple[str, ...]
     pinned: tuple[Pinned, ...]
     holders: Holders
@@ -254,13 +256,13 @@ class _Restore:
 
     def _result(self, plan: Plan, attempt: Attempt | None) -> Recovery:
         mine = plan.ranks[self._rank]
-        own = mine.slot if mine.source == "own" else None
+        own = attempt.slot if attempt is not None else None
         free, pinned = mine.free, mine.pinned
         if attempt is not None and attempt.fetched is not None:
             assert plan.base is not None
-            own = attempt.fetched.name
-            free = tuple(slot for slot in free if slot != own and slot not in attempt.removed)
-            pinned = (*pinned, Pinned(own, self._rank, plan.base))
+            new = attempt.fetched.name
+            free = tuple(slot for slot in free if slot != new and slot not in attempt.removed)
+            pinned = (*pinned, Pinned(new, self._rank, plan.base))
         return Recovery(
             base=plan.base,
             fallback=plan.fallback,
