@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from memckpt.demo.log import AnyEvent, Entered, Finished, Restored, Started, Stepped
+from memckpt.demo.log import AnyEvent, Entered, Finished, Left, Restored, Started, Stepped
 
 
 @dataclass
@@ -19,6 +19,7 @@ class Life:
     restored: Restored | None = None
     steps: list[Stepped] = field(default_factory=list)
     finished: Finished | None = None
+    left: Left | None = None
 
     @property
     def last_step(self) -> int:
@@ -51,6 +52,8 @@ class History:
                 current[pid].restored = event
             elif isinstance(event, Stepped):
                 current[pid].steps.append(event)
+            elif isinstance(event, Left):
+                current[pid].left = event
             else:
                 current[pid].finished = event
         return cls(processes, sorted(lives, key=lambda life: life.entered.at))

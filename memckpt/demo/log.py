@@ -66,7 +66,14 @@ class Finished(Event, frozen=True, tag="finished"):
     final: str
 
 
-AnyEvent = Started | Entered | Restored | Stepped | Finished
+class Left(Event, frozen=True, tag="left"):
+    """The training function was left by an exception, in words."""
+
+    rank: int
+    error: str
+
+
+AnyEvent = Started | Entered | Restored | Stepped | Finished | Left
 _decoder = msgspec.json.Decoder(AnyEvent)
 
 

@@ -209,7 +209,11 @@ class Observer:
             time.sleep(0.01)
         follower.poll()
         if not History.of(follower.events).finished(ranks):
-            raise DemoFailed(f"the job '{name}' ended before all of its {ranks} ranks were through", job.tail())
+            lives = History.of(follower.events).lives
+            errors = "; ".join(f"rank {life.rank}: {life.left.error}" for life in lives[-ranks:] if life.left)
+            raise DemoFailed(
+                f"the job '{name}' ended before all of its {ranks} ranks were through ({errors})", job.tail()
+            )
 
     def _look(self, job: Job, name: str, ended: bool = True) -> None:
         if ended and job.poll() is not None:

@@ -26,6 +26,8 @@ def rows(recovery: Recovery) -> list[tuple[float, str, str]]:
             found += [(s.at, who, f"step {s.step}") for s in life.steps[:1]]
         else:
             found += [(s.at, who, f"finished step {s.step}") for s in life.steps[-1:]]
+        if life.left:
+            found.append((life.left.at, who, f"leaves training: {life.left.error}"))
         if life.finished:
             found.append((life.finished.at, who, f"through with step {life.finished.step}"))
     return sorted((at - recovery.at, who, what) for at, who, what in found)

@@ -128,6 +128,13 @@ class Program:
     def protected(self, ctx: resilient.Context) -> None:
         """What `memckpt.run` calls, again after each failure. Collective over the active ranks."""
         self.log.write(events.Entered(events.now(), ctx.rank, ctx.generation, dict(ctx.timeline)))
+        try:
+            self._protected(ctx)
+        except BaseException as error:
+            self.log.write(events.Left(events.now(), ctx.rank, f"{type(error).__name__}: {error}"[:400]))
+            raise
+
+    def _protected(self, ctx: resilient.Context) -> None:
         ctx.init_process_group("gloo")
         training = Training.build(ctx.rank, ctx.world, self.args.seed, self.args.steps)
         # "wait": a save that falls due while the last one is on its way is not skipped, so that every step is there.
@@ -136,15 +143,15 @@ class Program:
             report = checkpointer.restore()
             self.log.write(
                 events.Restored(
-                    events.now(),
-                    ctx.rank,
-                    report.step,
-                    report.sources[ctx.rank],
-                    list(report.sources),
-                    report.nbytes,
-                    dict(report.seconds),
-                    [str(r) for r in report.rejected],
-                    report.protected,
+                    at=events.now(),
+                    rank=ctx.rank,
+                    step=report.step,
+                    source=report.sources[ctx.rank],
+                    sources=list(report.sources),
+                    nbytes=report.nbytes,
+                    seconds=dict(report.seconds),
+                    rejected=list(report.rejected),
+                    protected=report.protected,
                 )
             )
             self.run(training, ctx.rank, report.step, checkpointer.step)
