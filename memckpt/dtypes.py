@@ -49,7 +49,7 @@ def _torch_dtypes() -> dict[str, torch.dtype]:
     return found
 
 
-#: Every dtype of this torch that memckpt saves, by name (quantised ones carry scales outside the bytes, and are refused).
+#: Every dtype of this torch that memckpt saves, by name; quantised ones, with scales outside the bytes, are refused.
 BY_NAME: dict[str, torch.dtype] = _torch_dtypes()
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in BY_NAME.items()}
 

@@ -19,7 +19,6 @@ from memckpt.restore import Plan
 from memckpt.sources import ContainerSource, ObjectSource, Source, is_tensors
 from memckpt.tree import Decoder, unescape
 
-
 Live = dict[str, tuple[torch.Tensor, Place | None]]
 
 
@@ -118,7 +117,7 @@ def _noting(plan: Plan, source: Source, fetched: set[str], *, in_place: bool) ->
             return plan.make(key)
         return fetch(key)
 
-    return Decoder(noting, allow_pickle=plan.allow_pickle)
+    return Decoder(noting, allow_pickle=plan.allow_pickle, is_new=plan.is_new)
 
 
 class _Optimizer:
@@ -267,6 +266,9 @@ def _container(plan: Plan, source: ContainerSource, node: dict[str, Any], keys: 
             return
         if type(live) not in (dict, list):
             plan.breaks(source, source.name, node["tensors"], type(live).__name__)
+            return
+        if any("/~t" in key for key in keys):
+            plan.breaks(source, source.name, "tensor subclasses", "no live tensors to fill")
             return
         fetch = plan.fetch(source, in_place=True)
         items = [(key.rpartition("/")[2], fetch(key)) for key in keys]

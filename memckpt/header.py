@@ -212,7 +212,8 @@ def _parse(buffer: memoryview, file_nbytes: int | None) -> Parsed:
     data_offset = 8 + length
     if data_offset % PAGE:
         raise CorruptSnapshot(f"header: the data begins at byte {data_offset}, not at a multiple of {PAGE}")
-    raws = msgspec.json.decode(buffer[8:data_offset], type=dict[str, msgspec.Raw])
+    text = bytes(buffer[8:data_offset])  # a copy: nobody changes it while it is checked, and no view of the file stays
+    raws = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     if "__metadata__" not in raws:
         raise CorruptSnapshot("header: no __metadata__")
     metadata = msgspec.json.decode(raws.pop("__metadata__"), type=dict[str, str])

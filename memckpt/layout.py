@@ -213,7 +213,8 @@ class Layout:
         CorruptSnapshot, ProtocolError
             The bytes are no header of a snapshot, or one of another format.
         """
-        found = parse(memoryview(buffer).cast("B"), file_nbytes)
+        with memoryview(buffer) as view, view.cast("B") as octets:
+            found = parse(octets, file_nbytes)
         return cls(
             run=found.run,
             shard=found.shard,
@@ -319,7 +320,10 @@ class _Draft:
 
 
 def _drafts(collected: Collected) -> list[_Draft]:
-    seen = [look(i, k, t, collected.places.get(i)) for i, (k, t) in enumerate(zip(collected.keys, collected.tensors, strict=False))]
+    seen = [
+        look(i, k, t, collected.places.get(i))
+        for i, (k, t) in enumerate(zip(collected.keys, collected.tensors, strict=False))
+    ]
     drafts = [_span(group) if overlapping else _single(group) for group, overlapping in shared(seen)]
     drafts.sort(key=lambda d: (-d.align, d.members[0].index))
     return drafts

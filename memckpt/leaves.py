@@ -96,9 +96,7 @@ def flatten(tensor: torch.Tensor, key: str, where: Where, classes: Classes) -> l
     return [Leaf(key, tensor, None, True)]
 
 
-def _special(
-    tensor: torch.Tensor, kind: type, key: str, where: Where, classes: Classes
-) -> list[Leaf] | None:
+def _special(tensor: torch.Tensor, kind: type, key: str, where: Where, classes: Classes) -> list[Leaf] | None:
     dtensor = _dtensor_class()
     if dtensor is not None and isinstance(tensor, dtensor):
         return [_chunk(tensor, key, where)]

@@ -1,4 +1,4 @@
-"""Modules as a source of state: parameters and buffers read directly where PyTorch's own ``state_dict`` would give just these."""
+"""Modules as a source of state: read directly where PyTorch's own ``state_dict`` gives just parameters and buffers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,9 @@ class ModuleSource(Source):
 
     def _unchanged(self) -> bool:
         before, modules, last = self._seen, self._modules, self._last
-        parameters, buffers, children, hidden, hooks, pre = zip(*map(_PARTS, [m.__dict__ for m in modules]), strict=False)
+        parameters, buffers, children, hidden, hooks, pre = zip(
+            *map(_PARTS, [m.__dict__ for m in modules]), strict=False
+        )
         values = dict.values
         return (
             last is not None
@@ -98,8 +100,7 @@ class ModuleSource(Source):
             and same(before[2], list(chain.from_iterable(map(values, children))))
             and before[3] == list(map(type, modules))
             and before[4] == [list(chain.from_iterable(parameters)), list(chain.from_iterable(buffers))]
-            and before[5]
-            == [list(chain.from_iterable(children)), list(map(len, parameters)), list(map(len, buffers))]
+            and before[5] == [list(chain.from_iterable(children)), list(map(len, parameters)), list(map(len, buffers))]
             and before[6] == list(hidden)
             and not any(hooks)
             and not any(pre)

@@ -1,4 +1,4 @@
-"""Optimizers as a source of state, read directly: a call of ``state_dict`` per save would cost a Python loop over all tensors."""
+"""Optimizers as a source of state, read directly: ``state_dict`` at every save would loop over all its tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GROUP_STRUCTURE = ("params", "param_names")
 
 
 class OptimizerSource(Source):
-    """A ``torch.optim.Optimizer``: per-parameter tensors as ``<name>/state/<index>/<what>``, the rest as plain values."""
+    """A ``torch.optim.Optimizer``: per-parameter tensors as ``<name>/state/<index>/<what>``, the rest plain."""
 
     kind = "optimizer"
 

@@ -87,6 +87,7 @@ class Plan:
     applies: list[tuple[str, Callable[[], None]]] = field(default_factory=list)
     made: dict[str, torch.Tensor] = field(default_factory=dict)
     _memory: dict[str, torch.Tensor] = field(default_factory=dict)
+    _new: set[int] = field(default_factory=set)
 
     def describe(self, key: str) -> str:
         return self.stored.describe(key)
@@ -135,6 +136,7 @@ class Plan:
         made = made.conj() if view.conj else made
         made = torch._neg_view(made) if view.neg else made
         self.made[key] = made
+        self._new.add(id(made))
         chunk = entry.global_shape is not None and entry.offsets is not None
         self.wanted[key] = (made, Place(entry.global_shape, entry.offsets) if chunk else None)  # type: ignore[arg-type]
         return made
@@ -166,7 +168,11 @@ class Plan:
         return fetch
 
     def decoder(self, source: Source, *, in_place: bool = False) -> Decoder:
-        return Decoder(self.fetch(source, in_place=in_place), allow_pickle=self.allow_pickle)
+        return Decoder(self.fetch(source, in_place=in_place), allow_pickle=self.allow_pickle, is_new=self.is_new)
+
+    def is_new(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor was made here, and is not a live one."""
+        return id(tensor) in self._new
 
 
 def prepare(state: State, stored: Layout, *, strict: bool) -> Targets:
@@ -269,9 +275,7 @@ def _in(key: str, names: set[str]) -> bool:
     return bool(names) and unescape(key.partition("/")[0]) in names
 
 
-def _conflict(
-    group: list[Seen], stored: list[tuple[Entry, View]], overlapping: bool
-) -> tuple[str, str] | None:
+def _conflict(group: list[Seen], stored: list[tuple[Entry, View]], overlapping: bool) -> tuple[str, str] | None:
     """Why tensors that share memory here cannot all get what was saved under their names, if so."""
     entry, view = stored[0]
     for s, (e, v) in zip(group, stored, strict=False):

@@ -87,7 +87,7 @@ def encode(seal: Seal) -> bytes:
     """The bytes of a seal: one JSON object whose last member is the CRC32C of it without that member. Local."""
     text = msgspec.json.encode(seal)
     body = text[: text.rindex(_CRC_MEMBER)] + b"}"
-    return body[:-1] + b'%b%d}' % (_CRC_MEMBER, _native.crc32c(body))
+    return body[:-1] + b"%b%d}" % (_CRC_MEMBER, _native.crc32c(body))
 
 
 def decode(data: bytes) -> Seal:

@@ -1,4 +1,4 @@
-"""Where the state comes from: one source for each object finds its tensors and plain values, cheaply if nothing changed.
+"""Where the state comes from: one source for each object finds its tensors and plain values.
 
 Modules and optimizers are in files of their own. Filling an object again is the other half, in `memckpt.restore`.
 """
@@ -44,7 +44,9 @@ class Found:
 
     def leaves(self, classes: Classes) -> list[Leaf]:
         wheres: Iterable[Where] = self.wheres if self.wheres is not None else [None] * len(self.keys)
-        return [leaf for k, t, w in zip(self.keys, self.tensors, wheres, strict=False) for leaf in flatten(t, k, w, classes)]
+        return [
+            leaf for k, t, w in zip(self.keys, self.tensors, wheres, strict=False) for leaf in flatten(t, k, w, classes)
+        ]
 
 
 class Source(ABC):

@@ -256,12 +256,18 @@ class Decoder:
     ----------
     fetch : callable
         Returns the tensor of a key.
+    is_new : callable
+        Whether a fetched tensor was made for this tree, so that it is to become a parameter or require a gradient as
+        the saved one did; live ones stay as they are.
     allow_pickle : bool
         Unpickle what was saved with ``allow_pickle=True``; that runs code of whoever wrote the file.
     """
 
-    def __init__(self, fetch: Fetch, *, allow_pickle: bool = False) -> None:
+    def __init__(
+        self, fetch: Fetch, *, allow_pickle: bool = False, is_new: Callable[[torch.Tensor], bool] = lambda tensor: True
+    ) -> None:
         self._fetch = fetch
+        self._is_new = is_new
         self._allow_pickle = allow_pickle
 
     def decode(self, node: Any, where: Where = None) -> Any:
@@ -317,6 +323,8 @@ class Decoder:
         if not {*node} <= {"tensor", "grad", "parameter"} or type(node["tensor"]) is not str:
             raise CorruptSnapshot("tensor reference of the wrong form")
         found = self._fetch(node["tensor"])
+        if not self._is_new(found):
+            return found
         if node.get("parameter") is True and not isinstance(found, torch.nn.Parameter):
             found = torch.nn.Parameter(found, requires_grad=node.get("grad") is True)
         elif node.get("grad") is True and not found.requires_grad:

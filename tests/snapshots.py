@@ -30,9 +30,7 @@ def take(state: State, path: Path, *, step: int = 1, run: str = "test", shard: i
     collected = state.collect()
     layout = Layout.build(collected, run=run, shard=shard, world=world)
     pieces = layout.pieces(collected)
-    assert _native.first_change(
-        pieces.address_methods, pieces.size_methods, pieces.addresses, pieces.sizes
-    ) == -1
+    assert _native.first_change(pieces.address_methods, pieces.size_methods, pieces.addresses, pieces.sizes) == -1
     pieces.refresh()
     memory = _native.SharedMemory.create(str(path), layout.file_nbytes)
     header = layout.header(collected.plain, step)

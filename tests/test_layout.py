@@ -1,4 +1,4 @@
-"""Every dtype and shape lies in a snapshot byte for byte, which the safetensors library opens in place (C02, C11, C40)."""
+"""Every dtype and shape lies in a snapshot byte for byte; the safetensors library opens it in place (C02, C11, C40)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from safetensors import safe_open
 from memckpt import _native, seal
 from memckpt.dtypes import BY_NAME, ITEMSIZE, LOGICAL, NAMES, SAFETENSORS, ST_ITEMSIZE
 from memckpt.errors import CorruptSnapshot, LayoutMismatch, MemckptError, ProtocolError, StateError
-from memckpt.header import PAGE
+from memckpt.header import PAGE, Entry, View, encode_static, encode_variable, structure_hash
 from memckpt.layout import Layout
 from memckpt.leaves import Collected
 from memckpt.state import State
@@ -92,7 +92,7 @@ def test_all_bit_patterns_survive(tmp_path: Path) -> None:
 def test_safetensors_opens_it_in_place(tmp_path: Path) -> None:
     rng = random.Random(1)
     tensors = {n: tensor_of(BY_NAME[n], (3, 4), rng) for n in [*SAFETENSORS, "float4_e2m1fn_x2"]}
-    tensors |= {"empty": torch.empty(0, 3), "scalar": torch.tensor(2.5), "name with / and \" é": torch.ones(2)}
+    tensors |= {"empty": torch.empty(0, 3), "scalar": torch.tensor(2.5), 'name with / and " é': torch.ones(2)}
     snapshot = take(State({"d": tensors}), tmp_path / "s.safetensors", step=7)
     with safe_open(snapshot.path, "pt") as file:
         assert len(file.keys()) == len(tensors)
@@ -123,7 +123,11 @@ def test_data_is_aligned_and_without_holes(tmp_path: Path) -> None:
 
 def test_conjugate_and_negative_bits_are_recorded(tmp_path: Path) -> None:
     z = torch.randn(3, 4, dtype=torch.complex64)
-    tensors = {"conj": z.conj(), "imag": torch.randn(3, dtype=torch.complex64).conj().imag, "part": z.clone().conj()[:, ::2]}
+    tensors = {
+        "conj": z.conj(),
+        "imag": torch.randn(3, dtype=torch.complex64).conj().imag,
+        "part": z.clone().conj()[:, ::2],
+    }
     want = {k: (bits(v), v.is_conj(), v.is_neg(), v.resolve_neg().resolve_conj().clone()) for k, v in tensors.items()}
     snapshot = take(State({"d": tensors}), tmp_path / "s")
     made: dict[str, torch.Tensor] = {}
@@ -379,7 +383,6 @@ def test_sizes_beyond_32_bits() -> None:
 
 
 def _with_entries(entries: bytes, sizes: dict[str, int]) -> bytes:
-    from memckpt.header import Entry, structure_hash
 
     made = tuple(Entry(k, "uint8", "U8", (n,), (1,), (n,), n) for k, n in sizes.items())
     meta = {"format": 1, "run": "r", "shard": 0, "world": 1, "layout": structure_hash(made, {})}
@@ -391,7 +394,13 @@ def _with_entries(entries: bytes, sizes: dict[str, int]) -> bytes:
 def _small() -> tuple[Layout, bytes]:
     base = torch.arange(8.0)
     objects = {
-        "d": {"a": torch.zeros(2, 3).t(), "b": torch.ones(3, dtype=torch.complex128), "v": base[:5], "w": base[3:], "n": [1]},
+        "d": {
+            "a": torch.zeros(2, 3).t(),
+            "b": torch.ones(3, dtype=torch.complex128),
+            "v": base[:5],
+            "w": base[3:],
+            "n": [1],
+        },
         "t": base.clone(),
     }
     collected = State(objects).collect()
@@ -459,9 +468,15 @@ def test_mutated_headers(changes: list[tuple[int, int]]) -> None:
 
 
 json_value = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=4) | st.sampled_from(["U8", "F32", "F4"]),
-    lambda inner: st.lists(inner, max_size=4)
-    | st.dictionaries(st.sampled_from(["dtype", "shape", "data_offsets", "a", "__metadata__"]), inner, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.text(max_size=4)
+    | st.sampled_from(["U8", "F32", "F4"]),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["dtype", "shape", "data_offsets", "a", "__metadata__"]), inner, max_size=4)
+    ),
     max_leaves=10,
 )
 
@@ -583,3 +598,76 @@ def test_places_of_chunks() -> None:
 def test_names_of_all_dtypes_are_known() -> None:
     assert set(NAMES.values()) == set(BY_NAME)
     assert msgspec.json.decode(msgspec.json.encode(sorted(BY_NAME))) == sorted(BY_NAME)
+
+
+def test_no_view_of_the_file_stays(tmp_path: Path) -> None:
+    snapshot = take(State({"t": torch.zeros(3)}), tmp_path / "s")
+    Layout.parse(snapshot.memory)
+    with pytest.raises(CorruptSnapshot) as caught:  # the traceback keeps frames alive
+        Layout.parse(snapshot.memory, file_nbytes=1)
+    snapshot.memory.close()
+    assert caught.value.__traceback__ is not None
+
+
+def test_a_reader_made_from_the_document_alone() -> None:
+    """What ``docs/format.md`` says is enough: no code of ours, only JSON, struct and a hash."""
+    import hashlib
+
+    data = (GOLDEN / "small.safetensors").read_bytes()
+    (length,) = struct.unpack_from("<Q", data)
+    assert (8 + length) % 4096 == 0
+    header = json.loads(data[8 : 8 + length])
+    metadata = header.pop("__metadata__")
+    meta = json.loads(metadata["memckpt"])
+    logical = {"F64": "float64", "F32": "float32", "I16": "int16"}
+
+    def rows(shape: list[int]) -> list[int]:
+        return [int(np.prod(shape[i + 1 :])) for i in range(len(shape))]
+
+    entries = []
+    for key, info in header.items():
+        note = meta["entries"].get(key, {})
+        shape = note.get("shape", info["shape"])
+        begin, end = info["data_offsets"]
+        entries.append([
+            key, note.get("dtype", logical[info["dtype"]]), info["dtype"], shape, note.get("stride", rows(shape)),
+            info["shape"], end - begin, 0, note.get("global_shape"), note.get("offsets"), note.get("aliases", []),
+            note.get("views", []), note.get("conj", False), note.get("neg", False),
+        ])  # fmt: skip
+    text = json.dumps([entries, sorted(meta["classes"].items())], separators=(",", ":")).encode()
+    assert hashlib.blake2b(text, digest_size=16).hexdigest() == meta["layout"]
+    plain = json.loads(metadata["memckpt.plain"])
+    assert plain["objects"]["progress"]["data"]["tree"] == {
+        "dict": [["epoch", 3], ["rate", 0.1], [{"tuple": [1, 2]}, "é"]]
+    }
+    sealed = (GOLDEN / "small.seal.json").read_bytes()
+    body, _, crc = sealed.rpartition(b',"crc":')
+    assert int(crc[:-1]) == _native.crc32c(body + b"}")
+    assert json.loads(sealed)["nbytes"] == len(data)
+
+
+BAD_ENTRIES: dict[str, Any] = {
+    "view behind the span": Entry(
+        "~span/a", "uint8", "U8", (8,), (1,), (8,), 8, views=(View("a", "float32", (2,), (1,), 4),)),
+    "view before the span": Entry(
+        "~span/a", "uint8", "U8", (8,), (1,), (8,), 8, views=(View("a", "uint8", (2,), (1,), -1),)),
+    "strides out of the entry": Entry("a", "float32", "F32", (2, 2), (9, 1), (2, 2), 16),
+    "dtype of another size": Entry("a", "float64", "F32", (2, 2), (2, 1), (2, 2), 16),
+    "unknown dtype": Entry("a", "float99", "F32", (2, 2), (2, 1), (2, 2), 16),
+    "shape of another size": Entry("a", "float32", "F32", (2, 3), (3, 1), (2, 2), 16),
+    "negative stride": Entry("a", "float32", "F32", (2, 2), (-2, 1), (2, 2), 16),
+    "alias of itself": Entry("a", "float32", "F32", (2,), (1,), (2,), 8, aliases=("a",)),
+    "span with an alias": Entry(
+        "a", "uint8", "U8", (2,), (1,), (2,), 2, views=(View("v", "uint8", (2,), (1,)),), aliases=("b",)),
+    "half a chunk": Entry("a", "float32", "F32", (2,), (1,), (2,), 8, global_shape=(4,)),
+    "65 dimensions": Entry("a", "uint8", "U8", (1,) * 65, (1,) * 65, (1,) * 65, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", sorted(BAD_ENTRIES))
+def test_entries_that_lie_although_their_hash_is_right(kind: str) -> None:
+    entries = (BAD_ENTRIES[kind],)
+    static = encode_static(entries, {}, structure_hash(entries, {}), "r", 0, 1)
+    text = static + encode_variable(b"{}", 1)
+    with pytest.raises(CorruptSnapshot):
+        Layout.parse(struct.pack("<Q", PAGE - 8) + text.ljust(PAGE - 8))

@@ -45,7 +45,9 @@ def test_golden_bytes() -> None:
     assert data == (
         b'{"format":1,"run":"golden","job":"17","shard":0,"world":2,"generation":{"counter":3,"id":"0123456789abcdef"},'
         b'"base":{"generation":{"counter":2,"id":"fedcba9876543210"},"step":1100},"step":1200,'
-        b'"layout":"' + LAYOUT.encode() + b'","nbytes":4168,"chunk_nbytes":4194304,"crcs":[%d],' % CRC
+        b'"layout":"'
+        + LAYOUT.encode()
+        + b'","nbytes":4168,"chunk_nbytes":4194304,"crcs":[%d],' % CRC
         + b'"created":1700000000.5,"crc":2672780242}'
     )
     assert data == (GOLDEN / "small.seal.json").read_bytes()

@@ -1,4 +1,4 @@
-"""The state is read without a trace, cheaply, and filled again bit for bit or not at all (C03, C09, C11, C12, C18, C41)."""
+"""The state is read without a trace and filled again bit for bit, or not at all (C03, C09, C11, C12, C18, C41)."""
 
 from __future__ import annotations
 
@@ -44,10 +44,7 @@ def frozen(value: Any) -> Any:
 def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     """Every byte of both, with what is there and what is not."""
     parameters = list(model.parameters())
-    state = [
-        {k: frozen(v) for k, v in sorted(optimizer.state.get(p, {}).items())}
-        for p in parameters
-    ]
+    state = [{k: frozen(v) for k, v in sorted(optimizer.state.get(p, {}).items())} for p in parameters]
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     grads = [None if p.grad is None else bits(p.grad) for p in parameters]
     return {k: bits(v) for k, v in model.state_dict().items()}, state, repr(groups), grads, len(optimizer.state)
@@ -288,7 +285,7 @@ def situation(name: str, make: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     model.forward = lambda x: nn.Sequential.forward(model[:4], x)  # type: ignore[method-assign,index]
     if name == "frozen":
         model[0].weight.requires_grad_(False)  # type: ignore[index]
-    optimizer = make([p for p in model.parameters()])
+    optimizer = make(list(model.parameters()))
     if name != "never stepped":
         advance(model, optimizer, 2, clear=name != "grads present")
     return model, optimizer
@@ -296,7 +293,8 @@ def situation(name: str, make: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def advance(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, *, clear: bool = True) -> None:
     if not isinstance(optimizer, torch.optim.LBFGS):
-        return train(model, optimizer, steps, clear=clear)
+        train(model, optimizer, steps, clear=clear)
+        return
     for _ in range(steps):
         x = torch.randn(4, 5)
 
@@ -330,9 +328,9 @@ def test_optimizer_continues_bit_for_bit(kind: str, name: str, tmp_path: Path) -
         other = OPTIMIZERS[kind](list(fresh.parameters()))
     put(State({"model": fresh, "optimizer": other, "rng": RNG()}), snapshot)
     assert fingerprint(fresh, other)[1:3] == before[1:3]
-    assert list(map(len, other.state.values())) == list(map(len, OPTIMIZERS[kind](fresh.parameters()).state.values())) or (
-        name != "never stepped"
-    )
+    assert list(map(len, other.state.values())) == list(
+        map(len, OPTIMIZERS[kind](fresh.parameters()).state.values())
+    ) or (name != "never stepped")
     advance(fresh, other, 3)
     assert fingerprint(fresh, other) == want
 
@@ -590,7 +588,8 @@ def nested() -> dict[Any, Any]:
 def test_containers_are_filled_in_place(tmp_path: Path) -> None:
     saved = {"dict": nested(), "list": [1, {"t": torch.arange(3)}], "ordered": collections.OrderedDict(b=1, a=2),
              "counter": collections.Counter("xxy"), "deque": collections.deque([1, 2, 3], maxlen=3), "set": {1, 2},
-             "bytes": bytearray(b"abc"), "array": np.arange(5000.0), "default": collections.defaultdict(list, {1: [2]})}  # fmt: skip
+             "bytes": bytearray(b"abc"), "array": np.arange(5000.0),
+             "default": collections.defaultdict(list, {1: [2]})}  # fmt: skip
     live = {"dict": {"old": 1}, "list": [], "ordered": collections.OrderedDict(), "counter": collections.Counter(),
             "deque": collections.deque(maxlen=3), "set": {9}, "bytes": bytearray(), "array": np.zeros(5000),
             "default": collections.defaultdict(list)}  # fmt: skip
@@ -608,13 +607,15 @@ def test_containers_are_filled_in_place(tmp_path: Path) -> None:
         if key not in ("ordered", "tensors"):
             assert (type(found[key]), found[key]) == (type(want[key]), want[key])  # type: ignore[index]
     assert [type(v) for v in found["a/b"]] == [bool, int, float]  # type: ignore[index]
-    assert found["tensors"]["a.b"].tolist() == [0] and found["tensors"]["a"]["b"].tolist() == [1]  # type: ignore[index]  # noqa: PT018
+    assert found["tensors"]["a.b"].tolist() == [0] and found["tensors"]["a"]["b"].tolist() == [1]  # type: ignore[index]
 
 
 def test_live_tensors_in_containers_are_filled_in_place(tmp_path: Path) -> None:
     live = {"n": 1, "t": torch.zeros(3), "inner": [torch.zeros(2)]}
     tensor, inner = live["t"], live["inner"][0]  # type: ignore[index]
-    snapshot = take(State({"d": {"n": 2, "t": torch.ones(3), "inner": [torch.ones(2)], "new": torch.ones(1)}}), tmp_path / "s")
+    snapshot = take(
+        State({"d": {"n": 2, "t": torch.ones(3), "inner": [torch.ones(2)], "new": torch.ones(1)}}), tmp_path / "s"
+    )
     put(State({"d": live}), snapshot)
     assert live["t"] is tensor
     assert live["inner"][0] is inner  # type: ignore[index]
@@ -626,7 +627,11 @@ def test_live_tensors_in_containers_are_filled_in_place(tmp_path: Path) -> None:
 
 
 def test_a_dictionary_of_tensors_is_a_fixed_set(tmp_path: Path) -> None:
-    mixed = {"small": torch.ones(1, dtype=torch.int8), "large": torch.ones(1, dtype=torch.float64), "a/b": torch.ones(2)}
+    mixed = {
+        "small": torch.ones(1, dtype=torch.int8),
+        "large": torch.ones(1, dtype=torch.float64),
+        "a/b": torch.ones(2),
+    }
     snapshot = take(State({"d": mixed, "l": [torch.ones(1), torch.ones(2, dtype=torch.float64)]}), tmp_path / "s")
     live: Any = {"d": {}, "l": []}
     put(State(live), snapshot)
@@ -836,12 +841,26 @@ def test_damaged_plain_values(tmp_path: Path) -> None:
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer)
-    state = State({"m": model, "o": optimizer, "d": {"a": 1, "t": torch.ones(1)}, "f": {"t": torch.ones(1)}, "rng": RNG()})
+    state = State(
+        {"m": model, "o": optimizer, "d": {"a": 1, "t": torch.ones(1)}, "f": {"t": torch.ones(1)}, "rng": RNG()}
+    )
     collected = state.collect()
     layout = Layout.build(collected, run="r", shard=0, world=1)
     rng = random.Random(7)
     tree = msgspec.json.decode(collected.plain)
-    junk = [None, 0, -1, [], {}, "x", [[1, 2, 3]], {"map": {}}, {"tensor": "nowhere"}, {"tensor": "m/0.weight"}, 1 << 70]
+    junk = [
+        None,
+        0,
+        -1,
+        [],
+        {},
+        "x",
+        [[1, 2, 3]],
+        {"map": {}},
+        {"tensor": "nowhere"},
+        {"tensor": "m/0.weight"},
+        1 << 70,
+    ]
 
     def paths(node: Any) -> Iterator[tuple[Any, Any]]:
         for key in node if isinstance(node, dict) else range(len(node) if isinstance(node, list) else 0):
@@ -861,3 +880,28 @@ def test_damaged_plain_values(tmp_path: Path) -> None:
     layout.plain = b"[" * 10000
     with pytest.raises(CorruptSnapshot):
         state.prepare(layout)
+
+
+def test_preparing_changes_nothing_live(tmp_path: Path) -> None:
+    saved = {"w": torch.ones(2, requires_grad=True), "n": 1, "p": nn.Parameter(torch.ones(1))}
+    snapshot = take(State({"d": saved}), tmp_path / "s")
+    live: dict[str, Any] = {"w": torch.zeros(2), "n": 0}
+    held = live["w"]
+    targets = State({"d": live}).prepare(Layout.parse(snapshot.memory))
+    assert targets.rows == []
+    assert (list(live), live["n"], held.tolist(), held.requires_grad) == (["w", "n"], 0, [0, 0], False)
+    put(State({"d": live}), snapshot)
+    assert live["w"] is held
+    assert not held.requires_grad  # flags of live tensors are theirs
+    assert isinstance(live["p"], nn.Parameter)
+    assert live["p"].tolist() == [1]
+
+
+@pytest.mark.parametrize("mutable", [False, True])
+def test_subclass_tensors_need_a_live_one(mutable: bool, tmp_path: Path) -> None:
+    weight = Scaled(torch.zeros(2, dtype=torch.uint8).view(torch.float8_e5m2), torch.ones(1), 1)
+    saved = {"w": weight, "n": 1} if mutable else {"w": weight}
+    snapshot = take(State({"d": saved}), tmp_path / "s")
+    with pytest.raises(LayoutMismatch, match="no live tensor"):
+        put(State({"d": {}}), snapshot)
+    put(State({"d": saved}), snapshot)
