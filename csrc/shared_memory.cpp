@@ -120,13 +120,14 @@ std::shared_ptr<SharedMemory> SharedMemory::open(const std::string& path, bool w
     if (!S_ISREG(status.st_mode)) fail(EINVAL, "not a regular file", path);
     const auto nbytes = static_cast<std::size_t>(status.st_size);
     if (nbytes == 0) return std::shared_ptr<SharedMemory>(new SharedMemory(path, nullptr, 0, writable));
-    if (writable) {
+    const bool whole = static_cast<std::size_t>(status.st_blocks) * 512 >= nbytes;
+    if (writable && !whole) {  // asking for what is there already walks every page all the same
         if (const int code = reserve(file.fd, nbytes); code != 0) fail(code, "cannot reserve memory", path);
     }
     void* address = map(file.fd, nbytes, writable, path);
     auto memory = std::shared_ptr<SharedMemory>(new SharedMemory(path, address, nbytes, writable));
     // A hole in a tmpfs file takes a page when it is read, and a full tmpfs would answer with SIGBUS: find out here.
-    if (!writable && static_cast<std::size_t>(status.st_blocks) * 512 < nbytes &&
+    if (!writable && !whole &&
         ::madvise(address, nbytes, MADV_POPULATE_READ) != 0 && errno == EFAULT)
         fail(ENOSPC, "cannot read a file with holes", path);
     return memory;

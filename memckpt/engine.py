@@ -283,9 +283,13 @@ class Engine:
 
     def _run(self) -> None:
         idle, sleep_s = 0, _SHORTEST_SLEEP_S
+        warmed = False
         while not self._stop.is_set():
             self._beat_now_and_then()
             if self._save is None or self.failure is not None:
+                if not warmed:
+                    warmed = True
+                    self._pool.warm()
                 self._wake.wait(_IDLE_S)
                 self._wake.clear()
                 idle, sleep_s = 0, _SHORTEST_SLEEP_S

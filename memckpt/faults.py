@@ -1,7 +1,7 @@
 """Named points at which a test can make this process die, stop or fail: one between every two steps of the protocol.
 
-In normal use a point is one attribute load and a comparison. A test arms it either in its own process with `arm`, or in a
-child through ``MEMCKPT_FAULT="name[:rank[:step]]=kill|stop|raise"`` (several, separated by commas).
+In normal use a point is one attribute load and a comparison. A test arms it either in its own process with `arm`, or in
+a child through ``MEMCKPT_FAULT="name[:rank[:step]]=kill|stop|raise"`` (several, separated by commas).
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Saving:
         self._holders = list(recovery.holders[session.rank])
         self._clients = [shard for shard, holders in enumerate(recovery.holders) if session.rank in holders]
         self.pool = SlotPool(parts.arena, [session.rank, *self._clients], threads=parts.session.threads)
-        self.pool.adopt(recovery.free, recovery.pinned, recovery.base)
+        self.pool.adopt(recovery.free, recovery.pinned, recovery.base, recovery.own)
         self._history = History(parts.run, parts.job, session.rank, session.world, recovery.generation, recovery.base)
         self.seq = first_seq
         self._begun = False

@@ -56,7 +56,7 @@ class SlotPool:
         """Slots that this rank may have in all: two for each shard, own or held."""
         return 2 * len(self.holdings)
 
-    def adopt(self, free: Iterable[str], pinned: Iterable[Pinned], base: Base | None) -> None:
+    def adopt(self, free: Iterable[str], pinned: Iterable[Pinned], base: Base | None, own: Slot | None) -> None:
         """Take over the slots of this node that a restore gave to this rank.
 
         Parameters
@@ -67,10 +67,13 @@ class SlotPool:
             Must be kept until the base is committed again; those that hold the base count as committed then.
         base : Base or None
             What was restored.
+        own : Slot or None
+            The slot it was loaded from, one of the pinned, open already; its mapping is now the pool's.
         """
         with self._lock:
             for keep in pinned:
-                slot = self._arena.open_slot(keep.slot, writable=True)
+                mapped = own is not None and own.name == keep.slot
+                slot = own if own is not None and mapped else self._arena.open_slot(keep.slot, writable=True)
                 holding = self.holdings.get(keep.shard)
                 if holding is not None and keep.snapshot == base and holding.committed is None:
                     holding.committed = slot
@@ -100,6 +103,14 @@ class SlotPool:
             while self._free and len(pinned) + len(self._free) >= self.capacity:
                 self._remove(self._free.pop(0))
             return self._create(nbytes) if len(pinned) - len(self._fallback) < self.capacity else None
+
+    def warm(self) -> None:
+        """Map the pages of slots that existed already, so that their next write meets no fault; from the background."""
+        with self._lock:
+            cold = [slot for slot in (*self._free, *self._pinned()) if not slot.populate_s]
+        for slot in cold:
+            with contextlib.suppress(OSError, ValueError):  # closed meanwhile, or no memory for page tables
+                slot.memory.populate(1)
 
     def prepare(self, nbytes: int) -> bool:
         """Make one more free slot of `nbytes` bytes if there is none and the capacity allows; True if one was made.
