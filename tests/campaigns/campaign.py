@@ -14,15 +14,15 @@ import shutil
 import signal
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.mpi import harness
 from tests.protocol.lives import wipe
-from tests.protocol.oracle import Oracle, RankLife
+from tests.protocol.oracle import Expected, Oracle, RankLife
 
 WORKER = Path(__file__).parent / "worker.py"
 PATIENCE_S = 90.0
@@ -35,6 +35,9 @@ RESTORE_POINTS = [
     "recover.inventoried", "recover.planned", "recover.checked", "recover.chunk", "recover.fetched", "recover.sealed",
     "recover.loaded", "recover.agreed",
 ]  # fmt: skip
+
+
+Event = dict[str, Any]
 
 
 class Hang(AssertionError):
@@ -199,10 +202,8 @@ class Campaign:
         self._current = Launch(self._launches, active, nodes, job)
         return self._current
 
-    def _events(self, launch: Launch) -> Iterator[dict[str, Any]]:
-        for path in sorted(self._folder.glob(f"{launch.number:04d}-*.jsonl")):
-            for line in path.read_text().splitlines():
-                yield json.loads(line)
+    def _events(self, launch: Launch) -> Iterator[Event]:
+        return events(self._folder, launch.number)
 
     def _count(self, launch: Launch, event: str) -> int:
         return sum(line["event"] == event for line in self._events(launch))
@@ -274,29 +275,9 @@ class Campaign:
             raise
 
     def _judge(self, launch: Launch) -> None:
-        lives: dict[int, dict[int, RankLife]] = {}
-        began: dict[int, int] = {}
-        for line in self._events(launch):
-            if "generation" not in line:
-                continue
-            told = lives.setdefault(line["generation"], {}).setdefault(line["rank"], RankLife())
-            if line["event"] == "returned":
-                told.returned = (line["step"], line["digest"])
-                began[line["generation"]] = min(line["at"], began.get(line["generation"], line["at"]))
-            elif line["event"] == "begun":
-                told.begun[line["step"]] = line["digest"]
-            elif line["event"] == "committed":
-                told.committed = max(told.committed, line["step"])
-        oracle, lost = self._oracles[launch.active], list(launch.lost)
-        for generation in sorted(lives):
-            while lost and lost[0][0] < began[generation]:
-                oracle.lost(lost.pop(0)[1])
-            expected = oracle.expected()
-            oracle.observe(lives[generation])
+        for expected in judge(self._oracles[launch.active], list(self._events(launch)), launch.lost):
             self.judged += 1
             self.exact += expected.floor == expected.ceiling
-        for _, nodes in lost:
-            oracle.lost(nodes)
 
     def _hang(self, launch: Launch) -> Hang:
         """What every process was doing is part of the message."""
@@ -312,6 +293,52 @@ class Campaign:
         lines = sorted(self._events(launch), key=lambda line: line["at"])
         tail = "\n".join(json.dumps(line) for line in lines[-30:])
         return f"launch {launch.number} on {launch.nodes}, {dict(self.kills)}, logs in {self._folder}:\n{tail}"
+
+
+def events(folder: Path, launch: int) -> Iterator[Event]:
+    """What the processes of a launch said; the lines of each process in order."""
+    for path in sorted(folder.glob(f"{launch:04d}-*.jsonl")):
+        for line in path.read_text().splitlines():
+            yield json.loads(line)
+
+
+def judge(oracle: Oracle, lines: Iterable[Event], lost: Iterable[tuple[int, list[str]]]) -> list[Expected]:
+    """Let the oracle judge every life of a launch.
+
+    Parameters
+    ----------
+    lines : iterable of Event
+        What its processes said.
+    lost : iterable of (int, list of str)
+        When (monotonic ns) which nodes' memory was lost, in order.
+
+    Returns
+    -------
+    list of Expected
+        What was expected of each restore.
+    """
+    lives: dict[int, dict[int, RankLife]] = {}
+    began: dict[int, int] = {}
+    for line in lines:
+        if "generation" not in line:
+            continue
+        told = lives.setdefault(line["generation"], {}).setdefault(line["rank"], RankLife())
+        if line["event"] == "returned":
+            told.returned = (line["step"], line["digest"])
+            began[line["generation"]] = min(line["at"], began.get(line["generation"], line["at"]))
+        elif line["event"] == "begun":
+            told.begun[line["step"]] = line["digest"]
+        elif line["event"] == "committed":
+            told.committed = max(told.committed, line["step"])
+    losses, expected = deque(lost), []
+    for generation in sorted(lives):
+        while losses and losses[0][0] < began[generation]:
+            oracle.lost(losses.popleft()[1])
+        expected.append(oracle.expected())
+        oracle.observe(lives[generation])
+    for _, nodes in losses:
+        oracle.lost(nodes)
+    return expected
 
 
 def _runs(pid: int) -> bool:

@@ -1,8 +1,8 @@
 """The training that a campaign kills: says in a log of its own what it does, and what it is told.
 
 Environment: CAMPAIGN_LOGS (directory), CAMPAIGN_LAUNCH (number of this launch), CAMPAIGN_ACTIVE (ranks that train),
-CAMPAIGN_NODES (JSON: node of each process), CAMPAIGN_STEPS (steps to train after each restore), CAMPAIGN_PAUSE (seconds
-between steps), CAMPAIGN_PATIENT (wait for each save).
+CAMPAIGN_NODES (JSON: node of each process; without it, its host), CAMPAIGN_STEPS (steps to train after each restore),
+CAMPAIGN_PAUSE (seconds between steps), CAMPAIGN_PATIENT (wait for each save).
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import json
 import os
 import time
 
-_WORLD_RANK = int(os.environ["OMPI_COMM_WORLD_RANK"])
-os.environ["MEMCKPT_NODE"] = os.environ["MEMCKPT_DOMAIN"] = json.loads(os.environ["CAMPAIGN_NODES"])[_WORLD_RANK]
+if "CAMPAIGN_NODES" in os.environ:
+    _WORLD_RANK = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    os.environ["MEMCKPT_NODE"] = os.environ["MEMCKPT_DOMAIN"] = json.loads(os.environ["CAMPAIGN_NODES"])[_WORLD_RANK]
 
-import torch  # noqa: E402
+import torch
 
-import memckpt  # noqa: E402
-from memckpt import Checkpointer, Context, Mirror  # noqa: E402
-from tests.protocol.lives import Training  # noqa: E402
+import memckpt
+from memckpt import Checkpointer, Context, Mirror
+from tests.protocol.lives import Training
 
 PATIENT = bool(os.environ.get("CAMPAIGN_PATIENT"))
 PAUSE_S = float(os.environ.get("CAMPAIGN_PAUSE", "0.02"))
