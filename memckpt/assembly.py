@@ -20,8 +20,9 @@ from memckpt.options import Options, copies_of
 from memckpt.placement import place
 from memckpt.redundancy import Mirror
 from memckpt.replicate import RING
+from memckpt.rng import RNG
 from memckpt.session import Session
-from memckpt.state import RNG, State
+from memckpt.state import State
 from memckpt.surroundings import Surroundings
 
 _COPY_THREADS = 4

@@ -16,6 +16,7 @@ from memckpt.fetch import Offer, drive, open_offer, receive_head, receive_rest, 
 from memckpt.layout import Layout
 from memckpt.lineage import Where, name
 from memckpt.plan import Plan
+from memckpt.restore import prepare
 from memckpt.seal import Base
 from memckpt.seal import agree as agree_with_layout
 from memckpt.session import Session
@@ -167,7 +168,7 @@ class Attempt:
         except (CorruptSnapshot, ProtocolError) as error:
             return self._bad(error.message)
         try:
-            self._targets = self._state.prepare(self._layout)
+            self._targets = prepare(self._state, self._layout)
         except CorruptSnapshot as error:
             return self._bad(error.message)
         except MemckptError as error:

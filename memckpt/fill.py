@@ -12,10 +12,12 @@ import numpy as np
 import torch
 
 from memckpt.errors import CorruptSnapshot, MemckptError
+from memckpt.filling import Filling
+from memckpt.layout import describe
 from memckpt.leaves import Place
 from memckpt.modules import ModuleSource
 from memckpt.optimizers import GROUP_STRUCTURE, OptimizerSource
-from memckpt.restore import Plan
+from memckpt.rng import RNG
 from memckpt.sources import ContainerSource, ObjectSource, Source, is_tensors
 from memckpt.tree import Decoder, unescape
 
@@ -24,13 +26,11 @@ Live = dict[str, tuple[torch.Tensor, Place | None]]
 
 def is_rng(source: Source) -> bool:
     """Whether a source is filled last: what is done for the others may draw random numbers."""
-    from memckpt.state import RNG
-
     return isinstance(source, ObjectSource) and isinstance(source.value, RNG)
 
 
-def plan(plan: Plan, source: Source, node: Any, keys: list[str]) -> None:
-    """Plan the filling of one object from its node and the stored keys that belong to it. Local; changes nothing."""
+def plan(plan: Filling, source: Source, node: Any, keys: list[str]) -> None:
+    """Filling the filling of one object from its node and the stored keys that belong to it. Local; changes nothing."""
     try:
         if isinstance(source, ModuleSource):
             _module(plan, source, node, keys)
@@ -49,7 +49,7 @@ def plan(plan: Plan, source: Source, node: Any, keys: list[str]) -> None:
         raise CorruptSnapshot(f"plain values of the wrong form: {error!r}", path=source.name) from error
 
 
-def _exactly(plan: Plan, source: Source, keys: list[str], live: Live | None = None) -> None:
+def _exactly(plan: Filling, source: Source, keys: list[str], live: Live | None = None) -> None:
     """Every live tensor gets its bytes, and every stored one is wanted."""
     live = source.live if live is None else live
     for key in keys:
@@ -59,7 +59,7 @@ def _exactly(plan: Plan, source: Source, keys: list[str], live: Live | None = No
         plan.fill(key, tensor, place)
 
 
-def _module(plan: Plan, source: ModuleSource, node: dict[str, Any], keys: list[str]) -> None:
+def _module(plan: Filling, source: ModuleSource, node: dict[str, Any], keys: list[str]) -> None:
     module = source.module
     fetched: set[str] = set()
     decoder = _noting(plan, source, fetched, in_place=False)
@@ -106,7 +106,7 @@ def _child(module: torch.nn.Module, path: str, source: ModuleSource) -> torch.nn
     raise CorruptSnapshot(f"extra state of a module {path!r} that is not there", path=source.name)
 
 
-def _noting(plan: Plan, source: Source, fetched: set[str], *, in_place: bool) -> Decoder:
+def _noting(plan: Filling, source: Source, fetched: set[str], *, in_place: bool) -> Decoder:
     """A decoder that notes the keys of the tensors in its trees; these may have another form than the live ones."""
     fetch = plan.fetch(source, in_place=in_place)
     live = source.found
@@ -123,7 +123,7 @@ def _noting(plan: Plan, source: Source, fetched: set[str], *, in_place: bool) ->
 class _Optimizer:
     """State is put in place directly: ``load_state_dict`` would round float32 moments of bfloat16 parameters."""
 
-    def __init__(self, plan: Plan, source: OptimizerSource, node: dict[str, Any], keys: list[str]) -> None:
+    def __init__(self, plan: Filling, source: OptimizerSource, node: dict[str, Any], keys: list[str]) -> None:
         self.source = source
         self.optimizer = source.optimizer
         self.parameters = source.parameters
@@ -162,7 +162,7 @@ class _Optimizer:
             out += range(begin, end)
         return out
 
-    def _tensor(self, plan: Plan, key: str) -> None:
+    def _tensor(self, plan: Filling, key: str) -> None:
         parts = key[len(self.source.key) + 1 :].split("/")
         if len(parts) < 3 or parts[0] != "state" or not parts[1].isdecimal() or int(parts[1]) not in self.values:
             raise CorruptSnapshot("a tensor that belongs to no parameter's state", path=key)
@@ -182,7 +182,7 @@ class _Optimizer:
             self.values[index][name] = made
 
     def _chunk(
-        self, plan: Plan, key: str, index: int, global_shape: tuple[int, ...], local: torch.Tensor
+        self, plan: Filling, key: str, index: int, global_shape: tuple[int, ...], local: torch.Tensor
     ) -> torch.Tensor:
         """A DTensor around a new chunk, laid out as its parameter."""
         parameter: Any = self.parameters[index]
@@ -230,7 +230,6 @@ def _run(run: list[Any], decoder: Decoder, source: Source) -> tuple[int, tuple[A
 
 
 def _form(tensor: torch.Tensor) -> str:
-    from memckpt.layout import describe
 
     return describe(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
@@ -257,7 +256,7 @@ def _nothing(key: str) -> torch.Tensor:
     raise CorruptSnapshot("a tensor inside a key", path=key)
 
 
-def _container(plan: Plan, source: ContainerSource, node: dict[str, Any], keys: list[str]) -> None:
+def _container(plan: Filling, source: ContainerSource, node: dict[str, Any], keys: list[str]) -> None:
     live = source.value
     value: Any
     if "tensors" in node:

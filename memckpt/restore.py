@@ -6,9 +6,8 @@ hidden optimizer step, and put in place by `Targets.apply`.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,21 +15,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from memckpt.dtypes import BY_NAME, ITEMSIZE, NAMES
-from memckpt.errors import CorruptSnapshot, LayoutMismatch, StateDamaged, StateError
-from memckpt.layout import describe
-from memckpt.leaves import Place
+from memckpt import fill
+from memckpt.dtypes import ITEMSIZE
+from memckpt.errors import CorruptSnapshot, LayoutMismatch, StateDamaged
+from memckpt.filling import Filling, Row
 from memckpt.overlap import Seen, look, shared
 from memckpt.sources import Source
 from memckpt.strided import Copy, memory_of, raw, same_order
-from memckpt.tree import Decoder, unescape
+from memckpt.tree import unescape
 
 if TYPE_CHECKING:
     from memckpt.header import Entry, View
     from memckpt.layout import Layout
     from memckpt.state import State
 
-Row = tuple[str, str, str]
 PLAIN_VERSION = 1
 
 
@@ -75,113 +73,28 @@ class Targets:
                 ) from error
 
 
-@dataclass
-class Plan:
-    """What is found out about one snapshot and one live state before anything changes."""
+def prepare(state: State, stored: Layout, *, strict: bool = True) -> Targets:
+    """Where every byte of a snapshot goes in a live state. Changes nothing that is live. Local.
 
-    stored: Layout
-    allow_pickle: bool
-    rows: list[Row] = field(default_factory=list)
-    broken: set[str] = field(default_factory=set)  # names of objects that cannot be filled as a whole
-    wanted: dict[str, tuple[torch.Tensor, Place | None]] = field(default_factory=dict)
-    applies: list[tuple[str, Callable[[], None]]] = field(default_factory=list)
-    made: dict[str, torch.Tensor] = field(default_factory=dict)
-    _memory: dict[str, torch.Tensor] = field(default_factory=dict)
-    _new: set[int] = field(default_factory=set)
+    Parameters
+    ----------
+    state : State
+        What is to be filled.
+    stored : Layout
+        From `Layout.parse`.
+    strict : bool
+        Raise when keys, shapes or dtypes differ; else `Targets.rows` lists what is left out.
 
-    def describe(self, key: str) -> str:
-        return self.stored.describe(key)
-
-    def row(self, key: str, saved: str, wanted: str) -> None:
-        self.rows.append((key, saved, wanted))
-
-    def breaks(self, source: Source, key: str, saved: str, wanted: str) -> None:
-        """A difference by which the object as a whole cannot be filled."""
-        self.row(key, saved, wanted)
-        self.broken.add(source.name)
-
-    def fill(self, key: str, tensor: torch.Tensor, place: Place | None) -> bool:
-        """Want the stored bytes of `key` in a live tensor; false, and a row, if they are of another form."""
-        whole, offsets = place if place is not None else (None, None)
-        wanted = (NAMES[tensor.dtype], tuple(tensor.shape), whole, offsets, tensor.is_conj(), tensor.is_neg())
-        entry, view = self.stored.names.get(key, (None, None))
-        if entry is None or view is None:
-            self.row(key, "-", describe(*wanted))
-            return False
-        if wanted != (view.dtype, view.shape, entry.global_shape, entry.offsets, view.conj, view.neg):
-            self.row(key, self.describe(key), describe(*wanted))
-            return False
-        self.wanted[key] = (tensor, place)
-        return True
-
-    def make(self, key: str) -> torch.Tensor:
-        """A new tensor of the stored form, whose bytes are wanted; names that share memory there share it here."""
-        if key in self.made:
-            return self.made[key]
-        entry, view = self.stored.names[key]
-        dtype = BY_NAME.get(view.dtype)
-        if dtype is None:
-            raise StateError(f"this torch has no dtype {view.dtype}", path=key)
-        memory = self._memory.get(entry.key)
-        if memory is None:
-            memory = self._memory[entry.key] = torch.empty(entry.nbytes, dtype=torch.uint8)
-        offset = view.offset
-        if offset % dtype.itemsize:  # a view at an odd place in its span has to live elsewhere
-            extent = memory_of(0, view.shape, view.stride, dtype.itemsize).extent
-            memory, offset = torch.empty(extent, dtype=torch.uint8), 0
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="ComplexHalf", category=UserWarning)
-            made = torch.empty((0,), dtype=dtype)
-        made.set_(memory.untyped_storage(), offset // dtype.itemsize, view.shape, view.stride)
-        made = made.conj() if view.conj else made
-        made = torch._neg_view(made) if view.neg else made
-        self.made[key] = made
-        self._new.add(id(made))
-        chunk = entry.global_shape is not None and entry.offsets is not None
-        self.wanted[key] = (made, Place(entry.global_shape, entry.offsets) if chunk else None)  # type: ignore[arg-type]
-        return made
-
-    def fetch(self, source: Source, *, in_place: bool) -> Callable[[str], torch.Tensor]:
-        """Tensors of a tree: the live ones where that is asked for (or there is no other way), else new ones."""
-        found = source.found
-        live = source.live
-        composed: dict[str, list[str]] = {}  # the inner tensors of tensor subclasses
-        for key in live:
-            if key not in found:
-                composed.setdefault(key.partition("/~t")[0], []).append(key)
-
-        def fetch(key: str) -> torch.Tensor:
-            inner = composed.get(key) or ([key] if key in live else [])
-            saved = self.stored.names.get(key)
-            chunk = saved is not None and saved[0].global_shape is not None
-            if inner and (in_place or chunk or key in composed):
-                filled = [self.fill(k, *live[k]) for k in inner]  # all of them, for the list of differences
-                if all(filled):
-                    return found[key]
-            elif saved is not None and not chunk:
-                return self.make(key)
-            else:
-                self.row(key, self.describe(key), "no live tensor of that kind to fill")
-            self.broken.add(source.name)
-            return torch.empty(0)
-
-        return fetch
-
-    def decoder(self, source: Source, *, in_place: bool = False) -> Decoder:
-        return Decoder(self.fetch(source, in_place=in_place), allow_pickle=self.allow_pickle, is_new=self.is_new)
-
-    def is_new(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor was made here, and is not a live one."""
-        return id(tensor) in self._new
-
-
-def prepare(state: State, stored: Layout, *, strict: bool) -> Targets:
-    """See `State.prepare`."""
-    from memckpt import fill
-
+    Raises
+    ------
+    LayoutMismatch
+        The snapshot and the live state differ; it lists every key.
+    CorruptSnapshot, StateError
+        Plain values that are damaged, pickled without ``allow_pickle``, or cannot be made here.
+    """
     state.collect()
     objects = _objects(stored.plain)
-    plan = Plan(stored, state.allow_pickle)
+    plan = Filling(stored, state.allow_pickle)
     keys: dict[str, list[str]] = {}
     for key in stored.names:
         keys.setdefault(key.partition("/")[0], []).append(key)
@@ -232,7 +145,7 @@ def _objects(plain: bytes) -> dict[str, _Object]:
     return root.objects
 
 
-def _compare_classes(plan: Plan, source: Source) -> None:
+def _compare_classes(plan: Filling, source: Source) -> None:
     for key, wanted in source.classes.items():
         saved = plan.stored.classes.get(key, "-")
         if saved != wanted:
@@ -250,7 +163,7 @@ def _mismatch(rows: list[Row], stored: Layout) -> LayoutMismatch:
 Piece = tuple[int, int, int]
 
 
-def _match(plan: Plan) -> tuple[list[Piece], list[Copy]]:
+def _match(plan: Filling) -> tuple[list[Piece], list[Copy]]:
     """Live memory against the entries of the file: pieces to scatter, and strided copies to do after that."""
     wanted = {k: v for k, v in plan.wanted.items() if not _in(k, plan.broken)}
     seen = [look(i, key, tensor, place) for i, (key, (tensor, place)) in enumerate(wanted.items())]
@@ -311,4 +224,4 @@ def _single(s: Seen, entry: Entry, view: View, pieces: list[Piece], copies: list
     copies.append(Copy(raw(s.memory.address, sizes, s.stride, itemsize), source, (staging, s.tensor)))
 
 
-__all__ = ["Plan", "Targets", "prepare"]
+__all__ = ["Filling", "Targets", "prepare"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from itertools import chain
@@ -14,59 +12,16 @@ import numpy as np
 import torch
 
 from memckpt.errors import StateError, UsageError
-from memckpt.leaves import Collected, Place
+from memckpt.leaves import Collected
 from memckpt.modules import ModuleSource
 from memckpt.optimizers import OptimizerSource, is_stock_optimizer
 from memckpt.sources import ContainerSource, ObjectSource, Source, TensorSource, is_shared, same
 
 if TYPE_CHECKING:
-    from memckpt.layout import Layout
-    from memckpt.restore import Targets
+    pass
 
 PLAIN_VERSION = 1
 CONTAINERS = (dict, list, OrderedDict, Counter, defaultdict, deque, set, bytearray, np.ndarray)
-
-
-class RNG:
-    """The random streams of this process: Python, NumPy, torch on the CPU, and on this rank's CUDA device if in use."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The states as plain values. Local."""
-        version, words, gauss = random.getstate()
-        state: dict[str, Any] = {
-            "python": [version, np.array(words, np.uint32).tobytes(), gauss],
-            "torch": torch.get_rng_state().numpy().tobytes(),
-        }
-        if "numpy.random" in sys.modules:
-            name, keys, *rest = _numpy_state()
-            state["numpy"] = [name, np.asarray(keys, np.uint32).tobytes(), *rest]
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the streams of `state`. Local."""
-        version, words, gauss = state["python"]
-        random.setstate((version, tuple(np.frombuffer(words, np.uint32).tolist()), gauss))
-        torch.set_rng_state(_bytes_tensor(state["torch"]))
-        if "numpy" in state:
-            name, keys, *rest = state["numpy"]
-            np.random.set_state(  # noqa: NPY002
-                (name, np.frombuffer(keys, np.uint32), *rest)
-            )
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(_bytes_tensor(state["cuda"]))
-
-
-def _numpy_state() -> tuple[Any, ...]:
-    state = np.random.get_state(legacy=True)  # noqa: NPY002
-    if not isinstance(state, tuple):
-        raise StateError("NumPy's global generator is not MT19937; save the generator as an object of its own")
-    return state
-
-
-def _bytes_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 class State:
@@ -118,27 +73,6 @@ class State:
         last = self._last
         return Collected(last.tensors, last.keys, last.lazy, self._plain(), last.places, last.classes, last.token)
 
-    def prepare(self, stored: Layout, *, strict: bool = True) -> Targets:
-        """Where every byte of a snapshot goes. Changes nothing that is live. Local.
-
-        Parameters
-        ----------
-        stored : Layout
-            From `Layout.parse`.
-        strict : bool
-            Raise when keys, shapes or dtypes differ; else `Targets.rows` lists what is left out.
-
-        Raises
-        ------
-        LayoutMismatch
-            The snapshot and the live state differ; it lists every key.
-        CorruptSnapshot, StateError
-            Plain values that are damaged, pickled without ``allow_pickle``, or cannot be made here.
-        """
-        from memckpt.restore import prepare
-
-        return prepare(self, stored, strict=strict)
-
     def _plain(self) -> bytes:
         objects = {s.name: {"kind": s.kind, "data": s.plain()} for s in self.sources}
         return msgspec.json.encode({"version": PLAIN_VERSION, "objects": objects})
@@ -185,5 +119,3 @@ def _source(name: str, value: Any, allow_pickle: bool) -> Source:
         path=name,
     )
 
-
-__all__ = ["RNG", "Collected", "Place", "State"]

@@ -10,7 +10,7 @@ import torch
 
 from memckpt import _native
 from memckpt.layout import Layout
-from memckpt.restore import Targets
+from memckpt.restore import Targets, prepare
 from memckpt.state import State
 from memckpt.strided import raw_of
 
@@ -42,7 +42,7 @@ def take(state: State, path: Path, *, step: int = 1, run: str = "test", shard: i
 
 def put(state: State, snapshot: Snapshot, *, strict: bool = True) -> Targets:
     stored = Layout.parse(snapshot.memory, file_nbytes=snapshot.layout.file_nbytes)
-    targets = state.prepare(stored, strict=strict)
+    targets = prepare(state, stored, strict=strict)
     job = _native.scatter(
         snapshot.memory,
         stored.file_nbytes,

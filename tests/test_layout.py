@@ -22,6 +22,7 @@ from memckpt.errors import CorruptSnapshot, LayoutMismatch, MemckptError, Protoc
 from memckpt.header import PAGE, Entry, View, encode_static, encode_variable, structure_hash
 from memckpt.layout import Layout
 from memckpt.leaves import Collected
+from memckpt.restore import prepare
 from memckpt.state import State
 from memckpt.strided import memory_of, raw_of
 from tests.snapshots import bits, put, scramble, take
@@ -244,17 +245,17 @@ def test_memory_shared_otherwise_is_a_mismatch(tmp_path: Path) -> None:
     apart = take(State({"v": {"a": torch.zeros(6), "b": torch.ones(6)}}), tmp_path / "a")
     live = {"a": base[:6], "b": base[4:]}
     with pytest.raises(LayoutMismatch, match="sharing memory"):
-        State({"v": live}).prepare(Layout.parse(apart.memory))
+        prepare(State({"v": live}), Layout.parse(apart.memory))
     tied = {"a": base[:6], "b": base[:6]}
     with pytest.raises(LayoutMismatch, match="sharing memory"):
-        State({"v": tied}).prepare(Layout.parse(apart.memory))
+        prepare(State({"v": tied}), Layout.parse(apart.memory))
     overlapping = take(State({"v": live}), tmp_path / "b")
     with pytest.raises(LayoutMismatch, match="another way"):
-        State({"v": {"a": base[:6], "b": base[3:9]}}).prepare(Layout.parse(overlapping.memory))
+        prepare(State({"v": {"a": base[:6], "b": base[3:9]}}), Layout.parse(overlapping.memory))
     assert bits(base) == bits(torch.arange(10.0))
     full = take(State({"x": torch.arange(6.0).reshape(2, 3)}), tmp_path / "c")
     with pytest.raises(LayoutMismatch, match="expanded"):
-        State({"x": torch.zeros(3).expand(2, 3)}).prepare(Layout.parse(full.memory))
+        prepare(State({"x": torch.zeros(3).expand(2, 3)}), Layout.parse(full.memory))
 
 
 def test_interleaved_views_stay_apart(tmp_path: Path) -> None:
@@ -462,7 +463,7 @@ def test_mutated_headers(changes: list[tuple[int, int]]) -> None:
     assert layout.hash == _LAYOUT.hash
     assert layout.file_nbytes == _LAYOUT.file_nbytes
     try:
-        State({"t": torch.zeros(8)}).prepare(layout)
+        prepare(State({"t": torch.zeros(8)}), layout)
     except MemckptError:
         pass
 
@@ -572,7 +573,7 @@ def test_golden_snapshot_can_still_be_read() -> None:
         scramble(tensor)
     objects["progress"].clear()
     state = State(objects)
-    targets = state.prepare(layout)
+    targets = prepare(state, layout)
     for address, nbytes, offset in zip(targets.targets, targets.nbytes, targets.offsets, strict=False):
         import ctypes
 

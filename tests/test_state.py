@@ -17,7 +17,9 @@ from torch import nn
 
 from memckpt.errors import CorruptSnapshot, LayoutMismatch, StateDamaged, StateError, UsageError
 from memckpt.layout import Layout
-from memckpt.state import RNG, State
+from memckpt.restore import prepare
+from memckpt.rng import RNG
+from memckpt.state import State
 from tests.snapshots import bits, put, scramble, take
 
 
@@ -874,12 +876,12 @@ def test_damaged_plain_values(tmp_path: Path) -> None:
         container[key] = rng.choice(junk)
         layout.plain = msgspec.json.encode(broken)
         try:
-            state.prepare(layout)
+            prepare(state, layout)
         except (CorruptSnapshot, LayoutMismatch, StateError):
             pass
     layout.plain = b"[" * 10000
     with pytest.raises(CorruptSnapshot):
-        state.prepare(layout)
+        prepare(state, layout)
 
 
 def test_preparing_changes_nothing_live(tmp_path: Path) -> None:
@@ -887,7 +889,7 @@ def test_preparing_changes_nothing_live(tmp_path: Path) -> None:
     snapshot = take(State({"d": saved}), tmp_path / "s")
     live: dict[str, Any] = {"w": torch.zeros(2), "n": 0}
     held = live["w"]
-    targets = State({"d": live}).prepare(Layout.parse(snapshot.memory))
+    targets = prepare(State({"d": live}), Layout.parse(snapshot.memory))
     assert targets.rows == []
     assert (list(live), live["n"], held.tolist(), held.requires_grad) == (["w", "n"], 0, [0, 0], False)
     put(State({"d": live}), snapshot)

@@ -28,7 +28,7 @@ LAYERS = [
     "arena fence lock slotfile budget",
     "files process surroundings",
     "comm",
-    "state restore fill sources modules optimizers",
+    "restore state fill filling rng sources modules optimizers",
     "seal layout header overlap leaves tree strided dtypes",
     "errors faults _native",
 ]
