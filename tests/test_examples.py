@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -21,8 +20,7 @@ needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reaso
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     """Memory of its own for this test, and root allowed under mpirun."""
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**job.environment(tmp_path), "MEMCKPT_SHM": str(tmp_path), "PYTHONPATH": paths, "PYTHONWARNINGS": "error"}
+    return {**job.environment(tmp_path), "MEMCKPT_SHM": str(tmp_path), "PYTHONWARNINGS": "error"}
 
 
 def run(environment: dict[str, str], *command: str) -> subprocess.CompletedProcess[str]:

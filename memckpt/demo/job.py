@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import memckpt
 from memckpt.demo.log import start_time
 
 
@@ -31,8 +32,13 @@ def mpirun() -> str:
 
 def environment(scratch: Path) -> dict[str, str]:
     """Environment for mpirun: allowed as root, one thread a rank, temporary files of Open MPI in `scratch`. Local."""
+    # The ranks must run this very memckpt, also where it is not installed but was found in the working directory.
+    root = Path(memckpt.__file__).parents[1]
+    paths = [] if root.name in ("site-packages", "dist-packages") else [str(root)]
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
     return {
         **os.environ,
+        **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {}),
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMP_NUM_THREADS": "1",

@@ -14,12 +14,14 @@ from memckpt.demo.history import Comparison, History
 from memckpt.demo.job import Job
 from memckpt.demo.log import Follower
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(340)]
+from .harness import needs_mpi
+
+pytestmark = [needs_mpi, pytest.mark.mpi, pytest.mark.timeout(340)]
 
 
 def demo(*words: str) -> dict[str, object]:
     done = subprocess.run(
-        [sys.executable, "-m", "memckpt.cli", "demo", "--json", *words], capture_output=True, text=True, timeout=320
+        [sys.executable, "-m", "memckpt", "demo", "--json", *words], capture_output=True, text=True, timeout=320
     )
     assert done.returncode == 0, done.stderr + done.stdout
     result = json.loads(done.stdout.splitlines()[-1])
@@ -74,8 +76,8 @@ def test_a_killed_rank_comes_back_in_the_job() -> None:
 
 
 def test_a_stopped_rank_is_replaced() -> None:
-    check(demo("--seed", "2", "--signal", "STOP", "--active", "3"))
+    check(demo("--seed", "2", "--signal", "STOP", "--active", "2", "--steps", "12"))
 
 
 def test_a_killed_job_comes_back_with_its_ranks_permuted() -> None:
-    check(demo("--seed", "3", "--scenario", "relaunch"))
+    check(demo("--seed", "3", "--scenario", "relaunch", "--steps", "12"))
