@@ -3,6 +3,7 @@
 #include "pool.hpp"
 
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -65,6 +66,10 @@ private:
         }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
         pthread_setname_np(thread.native_handle(), "memckpt-copy");
+        // A woken copy must not take the processor from the training thread that has just submitted it: batch threads
+        // get the same share of time, but preempt nobody when they wake. Where that is refused, nothing is lost.
+        const sched_param none{};
+        pthread_setschedparam(thread.native_handle(), SCHED_BATCH, &none);
         return thread;
     }
 
