@@ -1,9 +1,10 @@
 """The life of a process in a resilient run: train or wait, agree, and when somebody was lost, regroup.
 
-Every generation ends with one agreement of all living members: "yes" from the spares and from ranks whose training has
-finished, "no" from ranks whose training was interrupted. All yes and nobody lost: the run is over, for everybody.
-Anything else: shrink, say who one is, decide (a pure function), split, agree again, and train. A loss in the middle of
-that starts it again from the shrink.
+Every generation ends with its world revoked, because a loss was seen, or because every rank has finished. Then all
+living members agree: "yes" from spares and from ranks whose training has finished, "no" from ranks whose training was
+interrupted and from whoever knows of a loss. All yes: the run is over, for everybody. Anything else: shrink, say who
+one is, decide (a pure function), split, agree that all of it went well, and train. A loss in the middle starts that
+again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from memckpt.resilient import blame, context, roster
 from memckpt.resilient.context import Context, Failure
 from memckpt.resilient.roster import SPARE, Decision, Member, Place, RunFailed
 from memckpt.resilient.watch import Heartbeat, Watch
-from memckpt.resilient.world import World, finalize_without_fence, peer_loss
+from memckpt.resilient.world import World, finalize_without_fence, peer_loss, progress
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -33,6 +34,15 @@ T = TypeVar("T")
 
 MARGIN_S = 15.0
 """How much longer than its grace period a peer is waited for: by then it has ended itself, and that is known."""
+
+SHRINK_S = 10.0
+"""How long a shrink may take that everybody has come to."""
+
+START_S = 600.0
+"""How much later than this one another process may come to `run`."""
+
+IDLE_S = 2e-3
+"""Between two looks of a process that waits for the end, or for a loss."""
 
 PHASES = ("leave", "gather", "shrink", "exchange", "split", "agree")
 
@@ -90,6 +100,7 @@ class Survivors(Generic[T]):
     best: int = -1
     in_a_row: int = 0
     ctx: Context | None = None
+    world: World | None = None
     value: T | None = None
 
     def begin(self, frozen_s: float, silent_s: float) -> None:
@@ -116,20 +127,23 @@ class Survivors(Generic[T]):
     def go(self) -> T | None:
         """Train, wait and regroup until all agree that it is over. Collective over the living."""
         # At the start a shrink is the duplicate that also works when a process was lost already.
-        group = self._regroup(
-            World(load_mpi().COMM_WORLD, self.grace_s + MARGIN_S, lambda: self.watch.fatal), start=True
-        )
+        began = World(load_mpi().COMM_WORLD, self.grace_s + MARGIN_S, lambda: self.watch.fatal)
+        group = self._regroup(began, START_S, start=True)
         while group.decision.kind == "train":
             self._adopt(group)
             self.watch.know(group.world, [(m.host == self.me.host, m.pid, m.start) for m in group.members])
             timeline, self.times = self.times, {}
             good = group.comm is None or self._train(group, group.comm, timeline)
-            everybody, clean = group.world.agree(good, forever=good)
-            if everybody and clean:
+            if good:
+                self._wait(group)
+            group.world.settle()
+            self.watch.rest()
+            over, everybody = group.world.agree(good)
+            if over:
                 return self.value
             self.times["gathered"] = time.time()
             self._retire(failed=True)  # a rank that had finished is called back
-            group = self._regroup(group.world, start=False)
+            group = self._regroup(group.world, SHRINK_S if everybody else self.grace_s + MARGIN_S)
         if group.decision.kind == "finish":
             return self.value
         cause = "" if group.decision.rank is None else f"rank {group.decision.rank}: "
@@ -175,12 +189,31 @@ class Survivors(Generic[T]):
             blame.clear(error)
         finally:
             context.enter(None)
-            self.watch.rest()
         self.me = msgspec.structs.replace(self.me, state=state, reason=reason, progress=ctx.done)
         if state != "finished":
             self._retire(failed=True)
             faults.point("run.revoked", self.me.logical, self.me.generation)
         return state == "finished"
+
+    def _wait(self, group: Group) -> None:
+        """Until the world is revoked: by rank 0 when every rank has finished, by whoever sees a loss otherwise."""
+        world, chosen = group.world, group.decision.roster
+        self.watch.idle(world, frozenset(chosen))
+        others: list[MPI.Request] | None = None
+        if self.me.logical == 0:
+            others = world.announcements(chosen[1:])
+        elif self.me.logical != SPARE:
+            world.announce(chosen[0])
+        while not world.revoked():
+            progress()
+            try:
+                if others is not None and all(request.Test() for request in others):
+                    world.revoke()
+            except load_mpi().Exception:
+                others = None  # that rank is lost, which the watching thread sees too
+            if self.watch.fatal is not None:
+                raise RunFailed(self.watch.fatal)
+            time.sleep(IDLE_S)
 
     def _retire(self, *, failed: bool) -> None:
         ctx, self.ctx = self.ctx, None
@@ -189,22 +222,24 @@ class Survivors(Generic[T]):
                 ctx.on_failure("this generation has ended")
             ctx.retire(failed=failed)
 
-    def _regroup(self, world: World, *, start: bool) -> Group:
+    def _regroup(self, world: World, limit_s: float, *, start: bool = False) -> Group:
         """From a world with losses to one without; again from the shrink after a loss. Collective over the living."""
         began = time.monotonic()
         who = (self.me.logical, self.me.generation)
         while True:
             clock = Clock()
-            self.watch.shrink()
+            self.watch.shrink(world, limit_s)
             world = world.shrink()
             clock.mark("shrink")
             faults.point("run.shrunk", *who)
-            self.watch.regroup(world)
+            self.watch.exchange(world)
+            self.world = world
             group = Group(world, None, Decision("fail"), [])
             good = True
             try:
                 group.members = world.exchange(self.me)
                 clock.mark("exchange")
+                self.watch.regroup(world)
                 group.decision = self._decide(group.members, start=start)
                 faults.point("run.assigned", *who)
                 if group.decision.kind == "train":
@@ -216,12 +251,17 @@ class Survivors(Generic[T]):
                 if not peer_loss(error):
                     raise
                 good = False
-                world.revoke()  # whoever still waits in one of these steps
-            everybody, clean = world.agree(good)
+                if group.members:
+                    world.revoke()  # whoever still waits in the split
+                world.settle()
+            over, _ = world.agree(good)
             clock.mark("agree")
             faults.point("run.agreed", *who)
-            if everybody and clean:
+            if over:
                 break
+            # The second agreement on this world, as those will make who take the first one for a Yes; see `world`.
+            _, everybody = world.agree(False)
+            limit_s = SHRINK_S if everybody else self.grace_s + MARGIN_S
         self.watch.rest()
         if not start:
             self._record(group, clock, time.monotonic() - began)

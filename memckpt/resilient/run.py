@@ -15,7 +15,7 @@ from memckpt.resilient import context
 from memckpt.resilient.context import Context
 from memckpt.resilient.regroup import Survivors
 from memckpt.resilient.roster import RunFailed
-from memckpt.resilient.world import has_ulfm
+from memckpt.resilient.world import World, has_ulfm
 
 T = TypeVar("T")
 
@@ -107,9 +107,9 @@ def _run(survivors: Survivors[T], frozen_s: float, silent_s: float) -> T | None:
             f"{error.message}; start the same program again to go on from the snapshots in memory"
         ) from error
     finally:
-        if not good:
-            _leave_without_finalize()
         survivors.end(failed=not good)
+        if not good:
+            _leave_without_finalize(survivors.world)
 
 
 def _run_plainly(train: Callable[[Context], T], active: int) -> T | None:
@@ -125,7 +125,7 @@ def _run_plainly(train: Callable[[Context], T], active: int) -> T | None:
             value = train(ctx)
         except BaseException:
             if MPI.COMM_WORLD.Get_size() > 1:
-                _leave_without_finalize()  # peers may wait for this rank for ever: only its exit ends the job
+                _leave_without_finalize(None)  # peers may wait for this rank for ever: only its exit ends the job
             raise
         finally:
             context.enter(None)
@@ -136,13 +136,15 @@ def _run_plainly(train: Callable[[Context], T], active: int) -> T | None:
     return value
 
 
-def _leave_without_finalize() -> None:
+def _leave_without_finalize(world: World | None) -> None:
     """When this process ends: status 1 and no MPI_Finalize, which would wait for peers that may never come."""
 
     def leave() -> None:
         if not load_mpi().Is_finalized():
             sys.stdout.flush()
             sys.stderr.flush()
+            if world is not None:
+                world.farewell()
             os._exit(1)
 
     atexit.register(leave)

@@ -17,14 +17,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from memckpt import lock, process
-from memckpt.comm.mpi import _load as load_mpi
 from memckpt.errors import MemckptError
-from memckpt.resilient.world import World
+from memckpt.resilient.world import World, progress
 
 POLL_S = 0.01
 BEAT_S = 0.1
 LOOK_S = 0.2
 RUN = "memckpt.run"
+STAGGER_S = 3.0
+"""Between two processes that give up waiting in a shrink."""
 UNREPORTED_S = 3.0
 """How long a dead process may go unreported by MPI; a launcher that reports it does so within milliseconds."""
 
@@ -107,7 +108,7 @@ class Heartbeat:
 
 
 class Watch(threading.Thread):
-    """Polls the world for a loss; `train`, `regroup` and `rest` say what a loss means now.
+    """Polls the world for a loss; the methods from `rest` to `regroup` say what a loss means from now on.
 
     Parameters
     ----------
@@ -126,7 +127,9 @@ class Watch(threading.Thread):
         self._world: World | None = None
         self._active: frozenset[int] = frozenset()
         self._on_loss: Callable[[str], None] = lambda cause: None
-        self._tripped_at: float | None = None
+        self._since: float | None = None  # from when on the limit runs
+        self._limit_s = grace_s
+        self._losses = 0
         self._known: World | None = None
         self._neighbours: list[tuple[int, int, int]] = []  # rank, pid, start
         self._gone_since: dict[int, float] = {}
@@ -140,25 +143,45 @@ class Watch(threading.Thread):
             self._neighbours = [(rank, pid, start) for rank, (here, pid, start) in enumerate(members) if here]
 
     def rest(self) -> None:
-        """A loss means nothing: this process waits in an agreement that ends by itself. Local."""
-        with self._guard:
-            self._phase, self._tripped_at = "rest", None
+        """A loss means nothing: the process is about to agree with the others, whatever has happened. Local."""
+        self._enter("rest")
 
     def train(self, world: World, active: frozenset[int], on_loss: Callable[[str], None]) -> None:
         """The loss of one of the ranks `active` of `world`, or a revoked world, calls `on_loss(cause)`, once. Local."""
-        with self._guard:
-            self._phase, self._world, self._active, self._on_loss = "train", world, active, on_loss
-            self._tripped_at = None
+        self._enter("train", world, active, on_loss)
 
-    def shrink(self) -> None:
-        """A loss means nothing, since a shrink copes with it; but it must end within the grace period. Local."""
-        with self._guard:
-            self._phase, self._tripped_at = "shrink", time.monotonic()
+    def idle(self, world: World, active: frozenset[int]) -> None:
+        """The loss of one of the ranks `active` of `world` revokes `world`, since nobody else may be left to. Local."""
+        self._enter("idle", world, active)
+
+    def shrink(self, world: World, limit_s: float) -> None:
+        """A loss means nothing, since a shrink copes with it; but it must end in time. Local.
+
+        One process after the other gives up, and each that does so gives the rest new time: one may be enough.
+        """
+        self._enter("shrink", world, limit_s=limit_s + STAGGER_S * (world.size - 1 - world.rank))
+
+    def exchange(self, world: World) -> None:
+        """Nobody may revoke `world` yet. Local."""
+        self._enter("exchange", world)
 
     def regroup(self, world: World) -> None:
         """The loss of any member revokes `world`, which frees whoever waits in it. Local."""
+        self._enter("regroup", world)
+
+    def _enter(
+        self,
+        phase: str,
+        world: World | None = None,
+        active: frozenset[int] = frozenset(),
+        on_loss: Callable[[str], None] = lambda cause: None,
+        limit_s: float | None = None,
+    ) -> None:
         with self._guard:
-            self._phase, self._world, self._tripped_at = "regroup", world, time.monotonic()
+            self._phase, self._world, self._active, self._on_loss = phase, world, active, on_loss
+            self._limit_s = self._grace_s if limit_s is None else limit_s
+            self._since = None if phase in ("rest", "train", "idle") else time.monotonic()
+            self._losses = 0
 
     def stop(self) -> None:
         """End the thread, and with it every MPI call of it. Local."""
@@ -168,7 +191,6 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         """Poll until `stop`; an error here is an error of the process, since nobody would see a loss any more."""
-        MPI = load_mpi()
         beat_at = look_at = 0.0
         try:
             while not self._halt.wait(POLL_S):
@@ -181,7 +203,8 @@ class Watch(threading.Thread):
                         print(f"memckpt: {what}", file=sys.stderr, flush=True)
                     self._look_for_the_unreported(now)
                     look_at = time.monotonic() + LOOK_S
-                MPI.COMM_SELF.Iprobe()  # failure notices arrive only while somebody makes progress
+                if self._phase == "train":  # in every other phase the main thread makes progress itself
+                    progress()
                 with self._guard:
                     self._check(now)
         except Exception as error:
@@ -203,25 +226,27 @@ class Watch(threading.Thread):
                         "program again to go on from the snapshots in memory"
                     )
             if self.fatal is not None and self._phase == "train":
-                self._tripped_at = self._tripped_at or now
+                self._since = self._since or now
                 self._on_loss(self.fatal)
             elif self.fatal is not None and self._phase == "shrink":
                 end_process(self.fatal)
 
     def _check(self, now: float) -> None:
         world = self._world
-        if self._phase == "rest" or world is None:
+        if world is None:
             return
-        if self._phase == "regroup" or (self._phase == "train" and self._tripped_at is None):
-            lost = world.lost()
-            hit = [r for r in lost if r in self._active] if self._phase == "train" else lost
-            revoked = world.revoked()
-            if self._phase == "regroup":
-                if hit and not revoked:
-                    world.revoke()
-            elif hit or revoked:
-                self._tripped_at = now
+        lost = world.lost()
+        if self._phase == "train" and self._since is None:
+            hit = any(rank in self._active for rank in lost)
+            if hit or world.revoked():
+                self._since = now
                 self._on_loss("a peer was lost" if hit else "a peer asked to regroup")
-        if self._tripped_at is not None and now - self._tripped_at > self._grace_s:
+        elif self._phase == "regroup" or (self._phase == "idle" and any(rank in self._active for rank in lost)):
+            if lost and not world.revoked():
+                world.revoke()
+        elif self._phase == "shrink" and len(lost) != self._losses:
+            self._since = now
+        self._losses = len(lost)
+        if self._since is not None and now - self._since > self._limit_s:
             doing = "training did not return" if self._phase == "train" else "the survivors could not regroup"
-            end_process(f"{doing} within {self._grace_s:g} s after a loss; this process ends so that others can go on")
+            end_process(f"{doing} within {self._limit_s:g} s after a loss; this process ends so that others can go on")

@@ -59,7 +59,7 @@ def test_rank_0_is_a_rank_like_any_other() -> None:
 def test_two_at_once_then_another_and_a_successor() -> None:
     _, said = toy(7, "3", "40", "1:1:20:kill", "1:2:20:kill", "2:0:20:kill", "3:1:10:kill")
     done(said, 3, 0)
-    assert {line["rank"] for line in said if line.get("begin") == max(l.get("begin", 0) for l in said)} == {0, 1, 2}
+    assert begins(said, max(line.get("begin", 0) for line in said)).keys() == {0, 1, 2}
 
 
 @pytest.mark.parametrize("point", ["run.revoked", "run.shrunk", "run.assigned", "run.split", "run.agreed"])
@@ -144,7 +144,7 @@ def test_too_few_spares_is_one_error_on_all() -> None:
 
 def test_failures_without_progress_end_the_run() -> None:
     events = [f"{generation}:0:3:lost" for generation in range(1, 9)]
-    result, said = toy(2, "2", "40", *events, TOY_OPTIONS='{"max_failures": 2}')
+    _, said = toy(2, "2", "40", *events, TOY_OPTIONS='{"max_failures": 2}')
     failed = [line["failed"] for line in said if "failed" in line]
     assert len(failed) == 2
     assert all("3 interruptions in a row without progress, at last: PeerLost" in text for text in failed)
@@ -175,6 +175,6 @@ def test_without_ulfm_it_trains_and_says_so() -> None:
 
 @pytest.mark.parametrize("what", ["raise", "exit", "kill"])
 def test_without_ulfm_a_lost_rank_ends_the_job(what: str) -> None:
-    result, said = toy(3, "3", "40", f"1:1:10:{what}", ulfm=False)
+    result, said = toy(3, "3", "40", f"0:1:10:{what}", ulfm=False)
     assert result.rc != 0
     assert not [line for line in said if "value" in line]

@@ -1,7 +1,7 @@
 """A toy training for `memckpt.resilient.run`: sums over MPI, a split of it, and gloo, with deaths on request.
 
-Arguments: active ranks, steps, then events ``GENERATION:RANK:STEP:WHAT`` with WHAT one of kill, stop, raise, exit,
-hang, return. Each rank prints one JSON line when a generation begins and one when `run` returns or raises.
+Arguments: active ranks, steps, then events ``GENERATION:RANK:STEP:WHAT`` with WHAT one of kill, stop, raise, lost,
+exit, hang, return. Each rank prints one JSON line when a generation begins and one when `run` returns or raises.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import time
 
 import numpy as np
 
-from memckpt import resilient
+from memckpt import faults, resilient
+from memckpt.errors import PeerLost
 
 ACTIVE, STEPS = int(sys.argv[1]), int(sys.argv[2])
 EVENTS = [tuple(text.split(":")) for text in sys.argv[3:]]
@@ -39,6 +40,8 @@ def event(ctx: resilient.Context, step: int) -> bool:
                 os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
             elif what == "raise":
                 raise ValueError("a bug of this rank's own")
+            elif what == "lost":
+                raise PeerLost("as a Checkpointer says it")
             elif what == "exit":
                 os._exit(3)
             elif what == "hang":
@@ -79,6 +82,21 @@ def train(ctx: resilient.Context) -> str:
     return "done"
 
 
+def arm(rule: str) -> None:
+    """``WORLD_RANK:POINT:kill|stop``: this process, at the first such point after the first generation has begun."""
+    world_rank, point, what = rule.split(":")
+    if int(world_rank) != WORLD_RANK:
+        return
+
+    def hook(name: str, rank: int, generation: int) -> None:
+        if name == point and generation > 0:
+            os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+
+    faults.arm(hook)
+
+
+for rule in filter(None, os.environ.get("TOY_FAULTS", "").split(",")):
+    arm(rule)
 OPTIONS = json.loads(os.environ.get("TOY_OPTIONS", "{}"))
 try:
     value = resilient.run(train, active=ACTIVE, **OPTIONS)
