@@ -16,8 +16,9 @@ from dataclasses import replace
 from memckpt.assembly import Parts
 from memckpt.capture import Capture, Snapshot
 from memckpt.decide import Agreed, Decisions
-from memckpt.engine import Engine, FreshSource, History, Outcome, Save, SealedSource
+from memckpt.engine import Engine, Outcome, Save
 from memckpt.errors import DeadlineExceeded, PeerLost, SaveFailed, UsageError
+from memckpt.outgoing import FreshSource, History, SealedSource
 from memckpt.recover import Recovery
 from memckpt.replicate import Pace
 from memckpt.reports import Stats

@@ -23,6 +23,7 @@ LAYERS = [
     "checkpointer",
     "saving banner",
     "engine assembly",
+    "outgoing",
     "capture replicate commit decide recover attempt fetch",
     "session slots plan division lineage inventory placement verdict options redundancy reports",
     "arena fence lock slotfile budget",
