@@ -30,6 +30,7 @@ RESTORE_POINTS = [
     "recover.inventoried", "recover.planned", "recover.checked", "recover.chunk", "recover.serve", "recover.fetched",
     "recover.sealed", "recover.loaded", "recover.agreed",
 ]  # fmt: skip
+FETCHER_POINTS, SERVER_POINTS = {"recover.chunk", "recover.fetched", "recover.sealed"}, {"recover.serve"}
 QUIET = settings(
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # what threads do is not the same twice
@@ -49,9 +50,9 @@ def memory() -> Iterator[Path]:
         shutil.rmtree(base, ignore_errors=True)
 
 
-def play(scripts: list[Script], copies: int = 1) -> list[int | None]:
-    """Live through `scripts`, judged by the oracle; the steps that the lives began with."""
-    oracle, steps = Oracle(len(scripts[0].nodes), copies), []
+def play(scripts: list[Script], copies: int = 1) -> list[Life]:
+    """Live through `scripts`, judged by the oracle."""
+    oracle, lives = Oracle(len(scripts[0].nodes), copies), []
     with memory() as base:
         for number, script in enumerate(scripts, 1):
             life = Life(number, script, base)
@@ -65,7 +66,8 @@ def play(scripts: list[Script], copies: int = 1) -> list[int | None]:
                     assert all(told.returned for told in life.told.values()) or beyond, (
                         "nobody died and nobody came back"
                     )
-                steps.append(oracle.observe(life.told))
+                oracle.observe(life.told)
+                lives.append(life)
             except AssertionError as error:
                 error.add_note(f"life {describe(life)}")
                 raise
@@ -73,7 +75,52 @@ def play(scripts: list[Script], copies: int = 1) -> list[int | None]:
             oracle.lost(script.wiped)
             if script.corrupt is not None:
                 damage(base, script.corrupt, script.seed)
-    return steps
+    return lives
+
+
+@pytest.mark.parametrize("point", SAVE_POINTS)
+@pytest.mark.parametrize("nth", [1, 3])
+def test_death_while_saving(point: str, nth: int) -> None:
+    """Rank 1 dies, and its node's memory goes with it."""
+    lives = play(
+        [
+            Script(["a", "b"], steps=2, patient=True),
+            Script(["a", "b"], steps=5, patient=True, deaths=[Death(1, point, nth)], wiped=["b"], seed=nth),
+            Script(["b", "a"], steps=2, patient=True),
+        ]
+    )
+    assert lives[1].dead == {1}, f"{point} was not passed {nth} times"
+    assert all(told.returned for told in lives[2].told.values())
+
+
+@pytest.mark.parametrize("point", RESTORE_POINTS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_death_while_restoring(point: str, rank: int) -> None:
+    """Node b was lost; while its rank is served by the other one, one of the two dies."""
+    lives = play(
+        [
+            Script(["a", "b"], steps=3, patient=True, wiped=["b"]),
+            Script(["a", "b"], steps=2, deaths=[Death(rank, point, 1)], seed=rank),
+            Script(["a", "b"], steps=2, patient=True, wiped=["a"]),
+            Script(["b", "a"], steps=1),
+        ]
+    )
+    elsewhere = SERVER_POINTS if rank else FETCHER_POINTS
+    assert lives[1].dead == (set() if point in elsewhere else {rank})
+    assert all(told.returned for told in lives[3].told.values())
+
+
+@pytest.mark.parametrize("nodes", [["a", "b"], ["b", "a"]])
+def test_damaged_bytes_are_never_loaded(nodes: list[str]) -> None:
+    """With nothing else lost, another holder has them whole, whichever file was hit."""
+    for number in range(8):
+        lives = play(
+            [
+                Script(["a", "b"], steps=3, patient=True, corrupt=number, seed=number * 997_331),
+                Script(nodes, steps=1),
+            ]
+        )
+        assert all(told.returned for told in lives[1].told.values())
 
 
 @st.composite

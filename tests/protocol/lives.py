@@ -118,7 +118,7 @@ class Life:
     def __post_init__(self) -> None:
         self.group = LocalGroup(len(self.script.nodes), seed=self.script.seed, max_delay_s=0.003)
         self._passed: dict[tuple[int, str], int] = {}
-        self._dead: set[int] = set()
+        self.dead: set[int] = set()
         self._made: dict[int, Checkpointer] = {}
         self._lock = threading.Lock()
 
@@ -141,10 +141,10 @@ class Life:
         with self._lock:
             passed = self._passed[rank, name] = self._passed.get((rank, name), 0) + 1
         if Death(rank, name, passed) in self.script.deaths:
-            self._dead.add(rank)
+            self.dead.add(rank)
             self.group.kill(rank)
             self._free_training(rank)
-        if rank in self._dead:
+        if rank in self.dead:
             raise Killed(f"rank {rank} dies at {name}, step {step}")
 
     def _free_training(self, rank: int) -> None:
@@ -194,7 +194,7 @@ class Life:
         checkpointer = self._made.pop(rank, None)
         if checkpointer is None:
             return
-        if rank in self._dead:
+        if rank in self.dead:
             checkpointer.interrupt = lambda error: None  # type: ignore[method-assign]
         try:
             checkpointer.abandon()
