@@ -26,6 +26,8 @@ LOOK_S = 0.2
 RUN = "memckpt.run"
 STAGGER_S = 3.0
 """Between two processes that give up waiting in a shrink."""
+FATAL_S = 5.0
+"""How long a process may take to end by itself when the run cannot go on."""
 UNREPORTED_S = 3.0
 """How long a dead process may go unreported by MPI; a launcher that reports it does so within milliseconds."""
 
@@ -225,11 +227,12 @@ class Watch(threading.Thread):
                         f"pid {pid} has exited and MPI does not say so, so the others cannot regroup; start the same "
                         "program again to go on from the snapshots in memory"
                     )
-            if self.fatal is not None and self._phase == "train":
-                self._since = self._since or now
-                self._on_loss(self.fatal)
-            elif self.fatal is not None and self._phase == "shrink":
-                end_process(self.fatal)
+            if self.fatal is not None:
+                if self._phase == "train":
+                    self._on_loss(self.fatal)
+                # A collective that waits for that process may stay stuck in spite of a revoke (seen in Open MPI's
+                # "tuned" ones), and nothing can come of a shrink.
+                self._since, self._limit_s = now, FATAL_S
 
     def _check(self, now: float) -> None:
         world = self._world
@@ -249,4 +252,5 @@ class Watch(threading.Thread):
         self._losses = len(lost)
         if self._since is not None and now - self._since > self._limit_s:
             doing = "training did not return" if self._phase == "train" else "the survivors could not regroup"
-            end_process(f"{doing} within {self._limit_s:g} s after a loss; this process ends so that others can go on")
+            why = self.fatal or f"{doing} within {self._limit_s:g} s after a loss; it ends, so that others can go on"
+            end_process(f"pid {os.getpid()}: {why}")

@@ -183,7 +183,7 @@ class World:
         return bool(flag[0]), True
 
     def farewell(self) -> None:
-        """Wait a moment for the others before this process exits: the launcher may end them all with the first. Local."""
+        """Wait a moment for the others before this process exits: the launcher may end all with the first. Local."""
         try:
             request = self.comm.Iagree(np.ones(1, dtype=np.intc))
             limit = time.monotonic() + PATIENCE_S
