@@ -123,6 +123,34 @@ def test_damaged_bytes_are_never_loaded(nodes: list[str]) -> None:
         assert all(told.returned for told in lives[1].told.values())
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_one_rank_heard_of_the_commit_and_is_lost(seed: int) -> None:
+    """What it told its user must come back, whatever the survivor made of the error that it got for the same vote."""
+    death = Death(1, "capture.slot", 3)
+    play(
+        [
+            Script(["a", "b"], steps=4, patient=True, deaths=[death], wiped=["b"], delay_s=0.03, seed=seed),
+            Script(["a", "b"], steps=1),
+        ]
+    )
+
+
+@pytest.mark.filterwarnings("ignore:step .* was not committed")
+@pytest.mark.parametrize("lost", ["a", "b"])
+def test_bytes_that_change_on_their_way_are_not_committed(lost: str) -> None:
+    """A replica that differs from its owner's snapshot is a no; what is told to be committed survives either node."""
+    for flipped in range(6):
+        first, second = play(
+            [
+                Script(["a", "b"], steps=4, patient=True, flipped=[flipped], wiped=[lost]),
+                Script(["a", "b"], steps=1),
+            ]
+        )
+        assert first.failed, "the change was noticed"
+        assert max(told.committed for told in first.told.values()) == 4
+        assert all(told.returned for told in second.told.values())
+
+
 @st.composite
 def deaths(draw: st.DrawFn, world: int) -> tuple[Death, ...]:
     """Nobody, one or two ranks, while saving or while restoring."""
@@ -148,6 +176,7 @@ def runs(draw: st.DrawFn) -> list[Script]:
                 wiped=[draw(st.sampled_from(nodes))] if loss == "node" else [],
                 corrupt=draw(st.integers(0, 100)) if loss == "byte" else None,
                 patient=draw(st.booleans()),
+                delay_s=draw(st.sampled_from([0.0, 0.003, 0.03])),
                 seed=draw(st.integers(0, 2**20)),
             )
         )

@@ -7,11 +7,12 @@ from __future__ import annotations
 import hashlib
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -24,6 +25,7 @@ from .oracle import RankLife
 
 RUN = "lives"
 BIG = (1 << 20) + 3  # float32: just above 4 MiB, so two chunks
+LARGE = 1 << 20
 DEADLINE_S = 20.0
 
 
@@ -53,8 +55,12 @@ class Script:
         Damages one of the files that are there then, the one with this number (modulo their count).
     patient : bool
         Wait for each save.
+    flipped : tuple of int
+        Numbers (from 0, over all ranks of the life) of the large messages in which one byte changes on its way.
+    delay_s : float
+        Longest delay of a message, of a reduction's result, of the news of a death.
     seed : int
-        Of the delays of messages, and of what survivors see of a death.
+        Of the delays, and of what survivors see of a death.
     """
 
     nodes: Sequence[str]
@@ -63,6 +69,8 @@ class Script:
     wiped: Sequence[str] = ()
     corrupt: int | None = None
     patient: bool = False
+    flipped: Sequence[int] = ()
+    delay_s: float = 0.003
     seed: int = 0
 
 
@@ -114,13 +122,15 @@ class Life:
     base: Path
     told: dict[int, RankLife] = field(default_factory=dict)
     errors: dict[int, BaseException] = field(default_factory=dict)
+    failed: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.group = LocalGroup(len(self.script.nodes), seed=self.script.seed, max_delay_s=0.003)
+        self.group = LocalGroup(len(self.script.nodes), seed=self.script.seed, max_delay_s=self.script.delay_s)
         self._passed: dict[tuple[int, str], int] = {}
         self.dead: set[int] = set()
         self._made: dict[int, Checkpointer] = {}
         self._lock = threading.Lock()
+        self._large_messages = 0
 
     def run(self) -> None:
         """Until every rank has ended; then nothing of this life runs any more."""
@@ -129,7 +139,9 @@ class Life:
         threading.excepthook = lambda args: None if args.exc_type is Killed else previous(args)
         faults.arm(self._at_point)
         try:
-            results = run_ranks(self.group, self._rank, nodes=self.script.nodes, timeout_s=3 * DEADLINE_S)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(LocalComm, "isend", self._flipping(LocalComm.isend))
+                results = run_ranks(self.group, self._rank, nodes=self.script.nodes, timeout_s=3 * DEADLINE_S)
         finally:
             faults.arm(None)
             threading.excepthook = previous
@@ -146,6 +158,20 @@ class Life:
             self._free_training(rank)
         if rank in self.dead:
             raise Killed(f"rank {rank} dies at {name}, step {step}")
+
+    def _flipping(self, isend: Callable[..., Any]) -> Callable[..., Any]:
+        """`isend` over a wire that changes a byte of some messages."""
+
+        def send(comm: LocalComm, buffer: Any, dest: int, tag: int) -> Any:
+            data = bytes(buffer)
+            if len(data) > LARGE:
+                with self._lock:
+                    number, self._large_messages = self._large_messages, self._large_messages + 1
+                if number in self.script.flipped:
+                    data = data[:LARGE] + bytes([data[LARGE] ^ 1]) + data[LARGE + 1 :]
+            return isend(comm, data, dest, tag)
+
+        return send
 
     def _free_training(self, rank: int) -> None:
         """A process dies with all its threads; a thread of ours that waits for the dead one has to be told."""
@@ -174,6 +200,9 @@ class Life:
         )
         report = checkpointer.restore()
         told.returned = (report.step, training.digest())
+        if self.script.patient and report.step and not self.script.flipped:
+            checkpointer.wait()
+            assert checkpointer.stats().protected, "nothing hindered it from protecting the base again"
         for step in range(report.step + 1, report.step + self.script.steps + 1):
             training.train(self.number * 10_000 + step * 10 + comm.rank)
             told.begun[step] = training.digest()
@@ -182,10 +211,10 @@ class Life:
         checkpointer.wait()
         self._hear(checkpointer, told)
 
-    @staticmethod
-    def _hear(checkpointer: Checkpointer, told: RankLife) -> None:
+    def _hear(self, checkpointer: Checkpointer, told: RankLife) -> None:
         stats = checkpointer.stats()
-        assert not stats.errors, stats.errors
+        assert self.script.flipped or not stats.errors, stats.errors
+        self.failed.update(stats.errors)
         if stats.protected:
             told.committed = max(told.committed, stats.committed_step)
 
