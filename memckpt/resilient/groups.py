@@ -10,6 +10,7 @@ Listening sockets must stay as they are: shutting one ends the process in gloo's
 from __future__ import annotations
 
 import datetime
+import fcntl
 import os
 import socket
 import sys
@@ -23,6 +24,8 @@ from memckpt.resilient.world import finish
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+_SIOCGIFADDR = 0x8915
 
 
 def _sockets() -> Iterator[tuple[int, socket.socket]]:
@@ -78,12 +81,29 @@ def cut(before: set[int]) -> int:
 
 
 def _address() -> str:
-    """This host's address as its peers see it: that of the interface named to gloo, else of its host name."""
-    wanted = os.environ.get("MASTER_ADDR") if "GLOO_SOCKET_IFNAME" not in os.environ else None
+    """This host's address for its peers: that of the interface named to gloo or NCCL, else what its name resolves to,
+    else that of the default route. Not MASTER_ADDR, since rank 0 may come to run on another node.
+    """
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        name = os.environ.get(variable, "").split(",")[0].strip("=^")
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                request = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, name.encode()[:15].ljust(256, b"\0"))
+                return socket.inet_ntoa(request[20:24])
+            except OSError:
+                pass  # not set, or a pattern
     try:
-        return wanted or socket.gethostbyname(socket.gethostname())
+        found = socket.gethostbyname(socket.gethostname())
     except OSError:
-        return "127.0.0.1"
+        found = "127.0.0.1"
+    if found.startswith("127."):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(("192.0.2.1", 9))  # sends nothing; asks the kernel for the route only
+                found = probe.getsockname()[0]
+            except OSError:
+                pass  # no route: this host is alone
+    return found
 
 
 def init(comm: MPI.Intracomm, backend: str, generation: int, timeout_s: float, options: dict[str, Any]) -> None:
@@ -158,5 +178,5 @@ def failure(error: BaseException) -> bool:
         return False
     if isinstance(error, dist.DistError):
         return True
-    marks = ("gloo", "nccl", "closed by peer", "connection reset", "broken pipe", "socket", "store", "timed out")
+    marks = ("gloo", "nccl error", "closed by peer", "connection reset by peer", "broken pipe")
     return type(error) is RuntimeError and any(mark in str(error).lower() for mark in marks)

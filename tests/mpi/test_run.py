@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.mpi.harness import Result, mpirun, needs_mpi, start
+from tests.mpi.harness import REPO, Result, mpirun, needs_mpi, start
 
 pytestmark = [needs_mpi, pytest.mark.mpi]
 
@@ -50,6 +53,7 @@ def test_a_spare_takes_the_rank_of_a_killed_process() -> None:
     for line in second.values():
         assert [failure[:1] + failure[1] for failure in line["failures"]] == [[1, [1, line["failures"][0][1][0][1]]]]
         assert 0 < line["timeline"]["regroup"] < 1
+    assert not any(line["alive"] for line in said if "alive" in line), "a dead generation's frames hold its state"
 
 
 def test_rank_0_is_a_rank_like_any_other() -> None:
@@ -174,6 +178,20 @@ def test_without_ulfm_it_trains_and_says_so() -> None:
     done(said, 2, 1)
     assert "no recovery inside the job" in result.stdout
     assert result.rc == 0
+
+
+def test_below_thread_multiple_it_trains_and_says_so() -> None:
+    result, said = toy(3, "2", "20", MPI4PY_RC_THREAD_LEVEL="serialized")
+    done(said, 2, 1)
+    assert "below MPI_THREAD_MULTIPLE" in result.stdout
+
+
+def test_one_process_without_mpirun() -> None:
+    command = [sys.executable, str(TOY), "1", "5"]
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert '"value": "done"' in result.stdout
+    assert "memckpt:" not in result.stdout
 
 
 @pytest.mark.parametrize("what", ["raise", "exit", "kill"])

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+import weakref
 
 import numpy as np
 
@@ -51,7 +52,17 @@ def event(ctx: resilient.Context, step: int) -> bool:
     return False
 
 
+class Held:
+    """Stands for the state that a generation's frames hold."""
+
+
+HELD: list[weakref.ref[Held]] = []
+
+
 def train(ctx: resilient.Context) -> str:
+    say(alive=sum(ref() is not None for ref in HELD), generation=ctx.generation)
+    held = Held()
+    HELD.append(weakref.ref(held))
     say(
         begin=ctx.generation, rank=ctx.rank, timeline=ctx.timeline, resilient=ctx.resilient,
         failures=[[f.generation, [[loss.logical, loss.place.node] for loss in f.lost], f.reason] for f in ctx.failures],
