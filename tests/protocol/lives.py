@@ -5,6 +5,7 @@ names.
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from tests.ranks import run_ranks
 from .oracle import RankLife
 
 RUN = "lives"
-BIG = (1 << 20) + 3  # float32: just above 4 MiB, so two chunks
+BIG = (5 << 18) + 3  # float32: above 5 MiB, so two chunks
 LARGE = 1 << 20
 DEADLINE_S = 20.0
 
@@ -52,7 +53,7 @@ class Script:
     wiped : sequence of str
         Nodes whose memory is lost when the life has ended.
     corrupt : int or None
-        Damages one of the files that are there then, the one with this number (modulo their count).
+        Damages one of the snapshots that are there then, number 0 being the newest (modulo their count).
     patient : bool
         Wait for each save.
     flipped : tuple of int
@@ -244,16 +245,17 @@ def wipe(base: Path, nodes: Sequence[str]) -> None:
 
 
 def damage(base: Path, number: int, where: int) -> Path | None:
-    """Turn one byte of one snapshot over; None where there is none."""
-    files = sorted(base.glob("memckpt-*/*/*/*.safetensors"))
-    if not files:
+    """Turn one byte of one snapshot over, the newest ones first; None where there is none."""
+    seals = {path: json.loads(path.read_text()) for path in base.glob("memckpt-*/*/*/*.seal.json")}
+    newest = sorted(seals, key=lambda path: (-seals[path]["step"], seals[path]["shard"], path.parts[-3]))
+    if not newest:
         return None
-    path = files[number % len(files)]
+    seal = newest[number % len(newest)]
+    path = seal.with_name(seal.name.replace(".seal.json", ".safetensors"))
     with path.open("r+b") as file:
-        at = where % path.stat().st_size
-        file.seek(at)
+        file.seek(where % path.stat().st_size)
         byte = file.read(1)
-        file.seek(at)
+        file.seek(-1, 1)
         file.write(bytes([byte[0] ^ 0xFF]))
     return path
 
