@@ -4,27 +4,28 @@ from __future__ import annotations
 
 from memckpt.assembly import Parts, needs
 from memckpt.budget import format_nbytes
-from memckpt.layout import Layout
 from memckpt.placement import Holders, unprotected
 from memckpt.reports import RestoreReport
 
 
-def first_lines(parts: Parts, layout: Layout, holders: Holders, report: RestoreReport) -> list[str]:
+def first_lines(parts: Parts, shard_nbytes: int, holders: Holders, report: RestoreReport) -> list[str]:
     """Describe ranks, memory, protection and where training begins. Local.
 
     Parameters
     ----------
+    shard_nbytes : int
+        Bytes of this rank's snapshot, with optimizer state that is still to come.
     holders : tuple of tuple of int
         Ranks that hold the replicas of each rank.
     """
     session = parts.session
     nodes = sorted({place.node for place in session.places})
-    need = needs(parts, [layout.file_nbytes] * session.world)
+    need = needs(parts, [shard_nbytes] * session.world)
     background = "in the background" if parts.engine_comm.concurrent else "by the training thread (no thread support)"
     return [
         f"memckpt: run {parts.run!r}, {_count(session.world, 'rank')} on {_count(len(nodes), 'node')} over "
         f"{session.comm.name}; saves every {_count(parts.options.every, 'step')}, replicated {background}",
-        f"memckpt: {format_nbytes(layout.file_nbytes)} per rank; slots of up to {format_nbytes(need[0].slot_nbytes)} "
+        f"memckpt: {format_nbytes(shard_nbytes)} per rank; slots of up to {format_nbytes(need[0].slot_nbytes)} "
         f"per rank, {format_nbytes(sum(n.slot_nbytes for n in need))} on this node, in {parts.arena.path}",
         "memckpt: " + _survives(parts, holders),
         "memckpt: " + _begins(report),

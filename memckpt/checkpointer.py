@@ -50,7 +50,8 @@ class Checkpointer:
     on_error : {"warn", "raise"}
         What a save that did not commit does at the next call. A lost peer always raises.
     on_busy : {"skip", "wait"}
-        What to do when a save falls due while the last one is under way; skipped ones are counted in `stats()`.
+        What to do when a save falls due while the last one is not known everywhere to have ended; skipped ones are
+        counted in `stats()`. With ``every=1``, "skip" saves about every second step, "wait" every one.
     deadline : float
         Seconds to wait for a peer that shows no sign of life.
     bandwidth : float, optional
@@ -155,7 +156,7 @@ class Checkpointer:
         parts = self._parts
         with self._losing_peers():
             self._end_generation()
-            assembly.check_budget(parts, self._capture.plan().file_nbytes + assembly.predicted_nbytes(parts.state))
+            assembly.check_budget(parts, self._shard_nbytes())
             return self._begin_generation(
                 recover.recover(
                     parts.session,
@@ -186,7 +187,7 @@ class Checkpointer:
             protected=base is not None and not recovery.rebuild,
         )
         if not self._quiet and parts.session.rank == 0:
-            print(*first_lines(parts, self._capture.plan(), recovery.holders, self._report), sep="\n", file=sys.stderr)
+            print(*first_lines(parts, self._shard_nbytes(), recovery.holders, self._report), sep="\n", file=sys.stderr)
         return self._report
 
     def _end_generation(self) -> None:
@@ -198,7 +199,7 @@ class Checkpointer:
 
     def _begin_without_restore(self) -> None:
         parts = self._parts
-        assembly.check_budget(parts, self._capture.plan().file_nbytes + assembly.predicted_nbytes(parts.state))
+        assembly.check_budget(parts, self._shard_nbytes())
         start_over = self._options.fresh is True
         self._begin_generation(
             recover.recover(
@@ -409,6 +410,10 @@ class Checkpointer:
                 checkpointer._fired[id(optimizer)] = optimizer
 
         return before_optimizer_step
+
+    def _shard_nbytes(self) -> int:
+        """Bytes of this rank's snapshot, with optimizer state that is still to come."""
+        return self._capture.plan().file_nbytes + assembly.predicted_nbytes(self._parts.state)
 
     def _check_open(self) -> None:
         if self._closed:

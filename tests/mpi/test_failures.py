@@ -45,7 +45,7 @@ SAVE_POINTS = [
 def env() -> Iterator[dict[str, str]]:
     base = Path("/dev/shm") / f"memckpt-test-{os.getpid()}-{next(_serial)}"
     base.mkdir()
-    yield {"MEMCKPT_SHM": str(base), "TEST_DEADLINE": "8"}
+    yield {"MEMCKPT_SHM": str(base), "TEST_DEADLINE": "5"}
     shutil.rmtree(base)
 
 
@@ -111,8 +111,8 @@ def test_a_rank_that_fails_ends_the_job_and_commits_nothing(
     """C36, without ULFM: an exception, os._exit, SIGKILL and SIGSTOP on rank 1, with the background busy."""
     job = harness.start(2, PROGRAM, str(TOTAL), mode, "4", "1", env=env)
     if mode == "stop":
-        job.wait_for("took 0 5", timeout_s=60)
-        result = job.finish(40)  # rank 0 gives up at its deadline; the stopped one is the launcher's to end
+        job.wait_for("took 0 4", timeout_s=60)
+        result = job.finish(15)  # rank 0 gives up at its deadline; the stopped one is the launcher's to end
         assert "DeadlineExceeded" in result.stderr
     else:
         result = job.finish(60)

@@ -14,6 +14,9 @@ import torch
 from mpi4py import MPI
 
 import memckpt
+from tests.mpi.programs import no_dynamo
+
+no_dynamo.install()
 
 
 def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
