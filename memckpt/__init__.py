@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from memckpt.reports import RestoreReport, Stats
     from memckpt.resilient.context import Context
     from memckpt.resilient.run import run
-    from memckpt.rng import RNG
+    from memckpt.state.rng import RNG
 
 __version__ = "0.1.0"
 
 # Loaded when first used: the command line needs no torch, and torch takes seconds to load.
 _LAZY = {
-    "RNG": "memckpt.rng",
+    "RNG": "memckpt.state.rng",
     "Checkpointer": "memckpt.checkpointer",
     "Context": "memckpt.resilient.context",
     "Mirror": "memckpt.redundancy",

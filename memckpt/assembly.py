@@ -10,19 +10,20 @@ from typing import Any
 
 import msgspec
 
-from memckpt import _native, budget, process, surroundings
-from memckpt.arena import Arena
+from memckpt import _native, surroundings
 from memckpt.comm import Communicator, allgather, barrier, detect
 from memckpt.errors import MemckptError, ProtocolError, UsageError
-from memckpt.inventory import Place
-from memckpt.lock import ProcessLock
+from memckpt.memory import budget, process
+from memckpt.memory.arena import Arena
+from memckpt.memory.lock import ProcessLock
 from memckpt.options import Options, copies_of
-from memckpt.placement import place
+from memckpt.recovery.inventory import Place
+from memckpt.recovery.placement import place
+from memckpt.recovery.session import Session
 from memckpt.redundancy import Mirror
-from memckpt.replicate import RING
-from memckpt.rng import RNG
-from memckpt.session import Session
-from memckpt.state import State
+from memckpt.saving.replicate import RING
+from memckpt.state.rng import RNG
+from memckpt.state.state import State
 from memckpt.surroundings import Surroundings
 
 _COPY_THREADS = 4

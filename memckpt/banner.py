@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from memckpt.assembly import Parts, needs
-from memckpt.budget import format_nbytes
-from memckpt.placement import Holders, unprotected
+from memckpt.memory.budget import format_nbytes
+from memckpt.recovery.placement import Holders, unprotected
 from memckpt.reports import RestoreReport
 
 

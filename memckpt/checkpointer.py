@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
-from memckpt import assembly, recover
+from memckpt import assembly
 from memckpt.banner import first_lines
-from memckpt.capture import Capture
-from memckpt.decide import Decisions
 from memckpt.errors import Closed, MemckptError, PeerLost, UsageError
 from memckpt.options import Options
+from memckpt.recovery import recover
 from memckpt.redundancy import Mirror
 from memckpt.reports import RestoreReport, Stats
-from memckpt.saving import Saving, Tally
+from memckpt.saving.capture import Capture
+from memckpt.saving.decide import Decisions
+from memckpt.saving.generation import Saving, Tally
 
 _DRAIN_AFTER_ERROR_S = 5.0
 

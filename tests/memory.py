@@ -9,16 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from memckpt import _native, recover
-from memckpt.arena import Arena
+from memckpt import _native
 from memckpt.comm.local import LocalGroup
-from memckpt.inventory import Place
-from memckpt.layout import Layout
-from memckpt.placement import place
-from memckpt.recover import Recovery
-from memckpt.seal import Base, Generation, Seal
-from memckpt.session import Session
-from memckpt.state import State
+from memckpt.format.layout import Layout
+from memckpt.format.seal import Base, Generation, Seal
+from memckpt.memory.arena import Arena
+from memckpt.recovery import recover
+from memckpt.recovery.inventory import Place
+from memckpt.recovery.placement import place
+from memckpt.recovery.recover import Recovery
+from memckpt.recovery.session import Session
+from memckpt.state.state import State
 from tests.ranks import run_ranks
 
 CHUNK = _native.CHUNK_BYTES

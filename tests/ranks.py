@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from memckpt import arena
 from memckpt.comm.local import Killed, LocalComm, LocalGroup
+from memckpt.memory import arena
 
 _node = threading.local()
 

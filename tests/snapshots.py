@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from memckpt import _native
-from memckpt.layout import Layout
-from memckpt.restore import Targets, prepare
-from memckpt.state import State
-from memckpt.strided import raw_of
+from memckpt.format.layout import Layout
+from memckpt.format.strided import raw_of
+from memckpt.state.restore import Targets, prepare
+from memckpt.state.state import State
 
 
 @dataclass

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from memckpt.arena import Arena
 from memckpt.errors import BudgetError, Closed, ForeignMemory, RunInUse, UsageError
-from memckpt.seal import Generation, Seal
+from memckpt.format.seal import Generation, Seal
+from memckpt.memory.arena import Arena
 
 GENERATION = Generation(1, "0123456789abcdef")
 LAYOUT = "ab" * 16
@@ -118,7 +118,7 @@ def test_job_comes_from_the_environment(base: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_ranks_that_start_together_agree_on_one_directory(base: Path) -> None:
-    code = "from memckpt.arena import Arena; a = Arena.open('r'); a.lock().release(); print(a.path)"
+    code = "from memckpt.memory.arena import Arena; a = Arena.open('r'); a.lock().release(); print(a.path)"
     children = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(4)]
     assert len({child.communicate()[0] for child in children}) == 1
     assert [child.returncode for child in children] == [0] * 4
@@ -395,7 +395,7 @@ def test_too_small_a_file_system_is_a_clear_error_and_leaves_nothing(tmp_path: P
 
 VICTIM = """
 import os, signal, sys
-from memckpt.arena import Arena
+from memckpt.memory.arena import Arena
 sys.path.insert(0, sys.argv[1])
 from test_arena import fill, header, seal_of
 arena = Arena.open("r")
@@ -430,7 +430,7 @@ def test_memory_of_a_killed_process_is_found_whole_or_unsealed(base: Path, when:
 
 HOLDER = """
 import sys, time
-from memckpt.arena import Arena
+from memckpt.memory.arena import Arena
 arena = Arena.open("r")
 held = arena.lock()
 print(flush=True)
@@ -481,7 +481,7 @@ def test_members_may_remove_together_and_the_last_one_out_leaves_nothing(
 
 def test_a_stopped_process_is_frozen_and_can_be_ended(arena: Arena, holder: subprocess.Popen[bytes]) -> None:
     (mine,) = [i for i in arena.processes() if i.pid == os.getpid()]
-    from memckpt import lock
+    from memckpt.memory import lock
 
     (held,) = lock.own_locks(str(arena.path / "procs"))
     assert mine == held.info

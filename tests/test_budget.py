@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from memckpt.arena import Arena
-from memckpt.budget import FixedProbe, Limit, Need, SystemProbe, check, check_together, format_nbytes
 from memckpt.comm import LocalGroup
 from memckpt.errors import BudgetError, UsageError
+from memckpt.memory.arena import Arena
+from memckpt.memory.budget import FixedProbe, Limit, Need, SystemProbe, check, check_together, format_nbytes
 
 MIB, GIB = 1 << 20, 1 << 30
 

@@ -312,7 +312,7 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_is_written(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """C39 at the facade, with the limits of a small container."""
-    from memckpt import budget
+    from memckpt.memory import budget
 
     limit = budget.Limit("cgroup memory.max", "/sys/fs/cgroup/memory.max", 64 << 20, 40 << 20)
     monkeypatch.setattr(budget.SystemProbe, "limits", lambda self, base: [limit])
@@ -492,7 +492,7 @@ def flip(node: str, shard: int) -> Any:
     """Wipe the other node, and flip one byte in `node`'s newest snapshot of `shard`."""
 
     def between(base: Path) -> None:
-        from memckpt.seal import decode
+        from memckpt.format.seal import decode
 
         for seal in base.glob(f"memckpt-*/{node}/pair/*.seal.json"):
             found = decode(seal.read_bytes())

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from memckpt import _native
-from memckpt.arena import Arena
 from memckpt.cli import checks, common, main, mpicheck
-from memckpt.layout import Layout
-from memckpt.seal import Base, Generation, Seal
-from memckpt.state import State
+from memckpt.format.layout import Layout
+from memckpt.format.seal import Base, Generation, Seal
+from memckpt.memory.arena import Arena
+from memckpt.state.state import State
 from tests.mpi.harness import needs_mpi
 
 GENERATION = Generation(3, "0123456789abcdef")
@@ -231,7 +231,7 @@ def test_verify_agrees_with_itself_on_any_chunk_size(arena: Arena) -> None:
 
 HOLDER = """
 import sys, time
-from memckpt.arena import Arena
+from memckpt.memory.arena import Arena
 arena = Arena.open("gpt")
 held = arena.lock()
 arena.create_slot(4096).close()
@@ -274,7 +274,7 @@ def test_rm_leaves_what_is_not_ours(arena: Arena, capsys: pytest.CaptureFixture[
     Path(arena.data_path(slot)).chmod(0o644)
     for lock in list(arena.path.glob("procs/*.lock")):
         assert lock.exists()
-    from memckpt import lock as locks
+    from memckpt.memory import lock as locks
 
     for held in locks.own_locks(str(arena.path / "procs")):
         held.release()
@@ -355,7 +355,7 @@ def test_doctor_tells_of_memory_left_behind(arena: Arena, base: Path) -> None:
 
     arena.create_slot(MIB).close()
     assert left_over(str(base)).found == "none"  # this process holds it
-    from memckpt import lock as locks
+    from memckpt.memory import lock as locks
 
     for held in locks.own_locks(str(arena.path / "procs")):
         held.release()

@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable
 
 from memckpt.comm.local import LocalComm
-from memckpt.commit import NO, NOT_YET, YES, Vote
-from memckpt.seal import Generation
+from memckpt.format.seal import Generation
+from memckpt.saving.commit import NO, NOT_YET, YES, Vote
 from tests.ranks import raise_errors, run_ranks
 
 GENERATION = Generation(counter=1, id="0" * 16)

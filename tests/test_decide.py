@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from memckpt.comm.local import LocalComm
-from memckpt.decide import Agreed, Decisions
 from memckpt.errors import DeadlineExceeded, StepMismatch
+from memckpt.saving.decide import Agreed, Decisions
 from tests.ranks import raise_errors, run_ranks
 
 

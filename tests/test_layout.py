@@ -16,15 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from memckpt import _native, seal
-from memckpt.dtypes import BY_NAME, ITEMSIZE, LOGICAL, NAMES, SAFETENSORS, ST_ITEMSIZE
+from memckpt import _native
 from memckpt.errors import CorruptSnapshot, LayoutMismatch, MemckptError, ProtocolError, StateError
-from memckpt.header import PAGE, Entry, View, encode_static, encode_variable, structure_hash
-from memckpt.layout import Layout
-from memckpt.leaves import Collected
-from memckpt.restore import prepare
-from memckpt.state import State
-from memckpt.strided import memory_of, raw_of
+from memckpt.format import seal
+from memckpt.format.dtypes import BY_NAME, ITEMSIZE, LOGICAL, NAMES, SAFETENSORS, ST_ITEMSIZE
+from memckpt.format.header import PAGE, Entry, View, encode_static, encode_variable, structure_hash
+from memckpt.format.layout import Layout
+from memckpt.format.strided import memory_of, raw_of
+from memckpt.state.leaves import Collected
+from memckpt.state.restore import prepare
+from memckpt.state.state import State
 from tests.snapshots import bits, put, scramble, take
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -584,7 +585,7 @@ def test_golden_snapshot_can_still_be_read() -> None:
 
 
 def test_places_of_chunks() -> None:
-    from memckpt.leaves import Place
+    from memckpt.state.leaves import Place
 
     collected = Collected([torch.zeros(2, 3)], ["w"], [None], b"{}", {0: Place((4, 3), (2, 0))})
     layout = Layout.build(collected, run="r", shard=0, world=2)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memckpt.errors import UsageError
-from memckpt.placement import Holders, place, survives, unprotected
+from memckpt.recovery.placement import Holders, place, survives, unprotected
 
 
 def layouts(world: int) -> dict[str, list[str]]:

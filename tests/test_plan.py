@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memckpt.errors import LayoutMismatch, NothingToRestore
-from memckpt.inventory import Item, Listing, Place, Sealed, decode, encode
-from memckpt.plan import Plan, make
-from memckpt.seal import Base, Generation
+from memckpt.format.seal import Base, Generation
+from memckpt.recovery.inventory import Item, Listing, Place, Sealed, decode, encode
+from memckpt.recovery.plan import Plan, make
 
 NEW = "f" * 16
 

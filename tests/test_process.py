@@ -15,16 +15,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from memckpt import fence, lock, process
 from memckpt.errors import ForeignMemory, RunInUse
-from memckpt.seal import Generation
+from memckpt.format.seal import Generation
+from memckpt.memory import fence, lock, process
 
 OLD, NEW = Generation(1, "0" * 16), Generation(2, "1" * 16)
 
 HOLDER = """
 import os, sys, time
-from memckpt import lock, process
-from memckpt.seal import Generation
+from memckpt.memory import lock, process
+from memckpt.format.seal import Generation
 directory, counter, beats, fork = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "1", sys.argv[4] == "1"
 held = lock.take(directory, process.describe(run="r", job="", node="n", generation=Generation(counter, "0" * 16)))
 child = os.fork() if fork else -1

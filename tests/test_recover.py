@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memckpt import _native, faults
-from memckpt.arena import Arena
 from memckpt.comm.local import LocalGroup
 from memckpt.errors import (
     BudgetError,
@@ -23,10 +22,11 @@ from memckpt.errors import (
     StateDamaged,
     UsageError,
 )
-from memckpt.recover import Recovery
-from memckpt.seal import Base
-from memckpt.slotfile import Slot
-from memckpt.state import State
+from memckpt.format.seal import Base
+from memckpt.memory.arena import Arena
+from memckpt.memory.slotfile import Slot
+from memckpt.recovery.recover import Recovery
+from memckpt.state.state import State
 from tests.memory import BIG, FIRST, SECOND, Cluster, Model, Rank
 
 CHUNK = _native.CHUNK_BYTES

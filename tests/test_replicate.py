@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 
 from memckpt import _native
-from memckpt.arena import Arena
 from memckpt.comm.local import LocalComm
-from memckpt.replicate import (
+from memckpt.format.seal import Generation, Seal, encode
+from memckpt.memory.arena import Arena
+from memckpt.memory.slotfile import Slot
+from memckpt.memory.slots import SlotPool
+from memckpt.saving.replicate import (
     Begin,
     Pace,
     Receiving,
@@ -19,9 +22,6 @@ from memckpt.replicate import (
     seal_message_nbytes,
     tag,
 )
-from memckpt.seal import Generation, Seal, encode
-from memckpt.slotfile import Slot
-from memckpt.slots import SlotPool
 from tests.ranks import fake_nodes, raise_errors, run_ranks
 
 CHUNK = _native.CHUNK_BYTES

@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memckpt import _native, seal
+from memckpt import _native
 from memckpt.errors import CorruptSnapshot, ProtocolError
-from memckpt.layout import Layout
-from memckpt.seal import Base, Generation, Seal, agree, decode, encode
-from memckpt.state import State
+from memckpt.format import seal
+from memckpt.format.layout import Layout
+from memckpt.format.seal import Base, Generation, Seal, agree, decode, encode
+from memckpt.state.state import State
 from tests.test_layout import GOLDEN
 
 GENERATION = Generation(3, "0123456789abcdef")

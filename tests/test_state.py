@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from memckpt.errors import CorruptSnapshot, LayoutMismatch, StateDamaged, StateError, UsageError
-from memckpt.layout import Layout
-from memckpt.restore import prepare
-from memckpt.rng import RNG
-from memckpt.state import State
+from memckpt.format.layout import Layout
+from memckpt.state.restore import prepare
+from memckpt.state.rng import RNG
+from memckpt.state.state import State
 from tests.snapshots import bits, put, scramble, take
 
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memckpt.errors import CorruptSnapshot, StateError
-from memckpt.tree import MAX_DEPTH, Decoder, Encoder, Where, escape, key_of, path_of, unescape
+from memckpt.state.tree import MAX_DEPTH, Decoder, Encoder, Where, escape, key_of, path_of, unescape
 
 ROOT: Where = (None, "k", "state")
 

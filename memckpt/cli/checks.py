@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from memckpt.budget import Limit, SystemProbe, format_nbytes
+from memckpt.memory.budget import Limit, SystemProbe, format_nbytes
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -83,7 +83,7 @@ def memory_place(base: str) -> Check:
 
 
 def _try_slot(base: str) -> None:
-    from memckpt.arena import Arena
+    from memckpt.memory.arena import Arena
 
     arena = Arena.open(f"doctor-{os.getpid()}-{os.urandom(4).hex()}", base=base, job="", node="doctor")
     held = arena.lock()

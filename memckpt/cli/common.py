@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from memckpt.arena import Arena, default_base
 from memckpt.errors import ForeignMemory, MemckptError, UsageError
+from memckpt.memory.arena import Arena, default_base
 
 
 def add_options(parser: argparse.ArgumentParser, *, run: bool) -> None:

@@ -9,10 +9,10 @@ from functools import partial
 
 from rich.markup import escape
 
-from memckpt.arena import default_base
-from memckpt.budget import format_nbytes
 from memckpt.cli import checks, common, mpicheck
 from memckpt.cli.checks import Check
+from memckpt.memory.arena import default_base
+from memckpt.memory.budget import format_nbytes
 
 _ORDER = ("ok", "warn", "fail")
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from rich.markup import escape
 
-from memckpt import files
-from memckpt.arena import Arena, Found
-from memckpt.budget import format_nbytes
 from memckpt.cli import common
 from memckpt.errors import MemckptError, UsageError
-from memckpt.seal import Seal
+from memckpt.format.seal import Seal
+from memckpt.memory import files
+from memckpt.memory.arena import Arena, Found
+from memckpt.memory.budget import format_nbytes
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -53,7 +53,7 @@ def entries_of(arena: Arena, slot: str, nbytes: int) -> tuple[list[dict[str, Any
     CorruptSnapshot, ProtocolError
         The header is not that of a snapshot.
     """
-    from memckpt.header import parse  # imports torch, which the other commands can do without
+    from memckpt.format.header import parse  # imports torch, which the other commands can do without
 
     fd = files.open_checked(arena.data_path(slot))
     try:

@@ -7,10 +7,10 @@ from typing import Any
 
 from rich.markup import escape
 
-from memckpt.arena import Arena, default_base
-from memckpt.budget import format_nbytes
 from memckpt.cli import common
 from memckpt.errors import MemckptError
+from memckpt.memory.arena import Arena, default_base
+from memckpt.memory.budget import format_nbytes
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

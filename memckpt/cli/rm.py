@@ -6,10 +6,10 @@ import argparse
 import sys
 from typing import Any
 
-from memckpt.arena import Arena
-from memckpt.budget import format_nbytes
 from memckpt.cli import common
 from memckpt.errors import ForeignMemory, RunInUse
+from memckpt.memory.arena import Arena
+from memckpt.memory.budget import format_nbytes
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

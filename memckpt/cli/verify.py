@@ -10,12 +10,12 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from memckpt import _native
-from memckpt.arena import Arena, Found
-from memckpt.budget import format_nbytes
 from memckpt.cli import common
 from memckpt.cli.inspect import entries_of
 from memckpt.errors import MemckptError, UsageError
-from memckpt.seal import Seal
+from memckpt.format.seal import Seal
+from memckpt.memory.arena import Arena, Found
+from memckpt.memory.budget import format_nbytes
 
 MAX_KEYS = 50
 """Names of tensors that are told of one damaged chunk."""

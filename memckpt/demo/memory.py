@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from memckpt.arena import default_base
+from memckpt.memory.arena import default_base
 
 
 def _root() -> Path:

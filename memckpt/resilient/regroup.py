@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
-from memckpt import faults, process
+from memckpt import faults
 from memckpt.comm.mpi import _load as load_mpi
+from memckpt.memory import process
 from memckpt.resilient import blame, context, roster
 from memckpt.resilient.context import Context, Failure
 from memckpt.resilient.roster import SPARE, Decision, Member, Place, RunFailed

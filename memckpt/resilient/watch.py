@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from memckpt import lock, process
 from memckpt.errors import MemckptError
+from memckpt.memory import lock, process
 from memckpt.resilient.world import World, progress
 
 POLL_S = 0.01

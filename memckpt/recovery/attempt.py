@@ -1,0 +1,271 @@
+"""One attempt to load a planned step: check, fetch, load, each agreed on by all ranks before the next."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from memckpt import _native, faults
+from memckpt.errors import CorruptSnapshot, DeadlineExceeded, MemckptError, ProtocolError, StateDamaged
+from memckpt.format.layout import Layout
+from memckpt.format.seal import Base
+from memckpt.format.seal import agree as agree_with_layout
+from memckpt.memory.slotfile import Slot
+from memckpt.recovery.fetch import Offer, drive, open_offer, receive_head, receive_rest, send_head, send_rest
+from memckpt.recovery.lineage import Where, name
+from memckpt.recovery.plan import Plan
+from memckpt.recovery.session import Session
+from memckpt.recovery.verdict import Verdict, agree, describe, first_error
+from memckpt.state.restore import prepare
+from memckpt.state.state import State
+
+if TYPE_CHECKING:
+    from memckpt.state.restore import Targets
+
+
+@contextmanager
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Add the wall time of a block to ``seconds[phase]``. Local."""
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - started
+
+
+def damaged(why: str, run: str) -> StateDamaged:
+    """The error for a live state that is neither the old nor the new one. Local."""
+    return StateDamaged(
+        f"the live state was overwritten in part and no good copy is left; it must not be trained on. {why}", run=run
+    )
+
+
+class Attempt:
+    """This rank's part in loading one planned step.
+
+    Parameters
+    ----------
+    session, state : Session, State
+    plan : Plan
+        With a base.
+    seconds : dict of str to float
+        Where the time of each phase is added.
+
+    Attributes
+    ----------
+    touched : bool
+        Whether the live state may have changed, on this rank or another.
+    fetched : Slot or None
+        The slot into which this rank's snapshot was brought.
+    removed : list of str
+        Free slots that had to make room for it.
+    slot : Slot or None
+        The slot that this rank's snapshot was loaded from, still open; the caller closes it.
+    """
+
+    def __init__(self, session: Session, state: State, plan: Plan, seconds: dict[str, float]) -> None:
+        assert plan.base is not None
+        self._session, self._state, self._plan, self._seconds = session, state, plan, seconds
+        self._base: Base = plan.base
+        self._comm, self._rank, self._deadline_s = session.comm, session.rank, session.deadline_s
+        self._mine = plan.ranks[session.rank]
+        self._offer = Offer()
+        self._serving: dict[int, Offer] = {}
+        self._layout: Layout | None = None
+        self._targets: Targets | None = None
+        self.touched = False
+        self.fetched: Slot | None = None
+        self.removed: list[str] = []
+        self.slot: Slot | None = None
+
+    def run(self) -> dict[Where, str]:
+        """Check, fetch and load. Collective.
+
+        Returns
+        -------
+        dict
+            Slots that turned out to be bad, the same on every rank; empty when all is loaded.
+
+        Raises
+        ------
+        LayoutMismatch, BudgetError, StateDamaged, ...
+            On every rank alike.
+        PeerLost, DeadlineExceeded
+        """
+        step = self._base.step
+        try:
+            with timed(self._seconds, "check"):
+                bad = self._settle(self._check(), "structure check")
+            faults.point("recover.checked", self._rank, step)
+            if not bad and any(rank.source == "peer" for rank in self._plan.ranks):
+                with timed(self._seconds, "fetch"):
+                    bad = self._settle(self._fetch(), "fetch")
+            if bad:
+                return bad
+            with timed(self._seconds, "load"):
+                self.touched = True
+                bad = self._settle(self._load(), "load")
+                faults.point("recover.loaded", self._rank, step)
+                bad = bad or self._settle(self._apply(), "end of the load")
+                if not bad:
+                    self.slot = self.fetched or self._offer.slot
+                return bad
+        finally:
+            for offer in (self._offer, *self._serving.values(), Offer(slot=self.fetched)):
+                offer.head.release()
+                if offer.slot is not self.slot or self.slot is None:
+                    offer.close()
+
+    def _settle(self, mine: Verdict, what: str) -> dict[Where, str]:
+        """Tell the others. The bad slots of all ranks, or the error of all. Collective."""
+        verdicts = agree(self._comm, mine, self._deadline_s, what)
+        error = first_error(verdicts, self._session.run)
+        if error is not None:
+            raise error
+        return {(node, slot): why for verdict in verdicts for node, slot, why in verdict.bad}
+
+    def _bad(self, why: str) -> Verdict:
+        """A verdict on the slot that this rank's snapshot comes from."""
+        node, slot = self._session.places[self._mine.server].node, self._mine.slot
+        text = f"{name(self._base)}: the snapshot of rank {self._rank} in slot {slot} on {node}: {why}"
+        return Verdict(bad=((node, slot, text),))
+
+    # -- check --------------------------------------------------------------------------------------------------------
+
+    def _check(self) -> Verdict:
+        """Exchange seals and headers, and compare this rank's with the live state. Changes nothing."""
+        arena = self._session.arena
+        if self._mine.source == "own":
+            self._offer = open_offer(arena, self._mine.slot, writable=True)
+        for client, theirs in enumerate(self._plan.ranks):
+            if theirs.source == "peer" and theirs.server == self._rank:
+                self._serving[client] = open_offer(arena, theirs.slot)
+        sends = [send_head(self._comm, offer, client) for client, offer in self._serving.items()]
+        receives = [receive_head(self._comm, self._mine.server)] if self._mine.source == "peer" else []
+        results = drive([*sends, *receives], self._deadline_s, "headers of snapshots")
+        if receives:
+            self._offer = results[-1] or Offer()
+        return self._compare()
+
+    def _compare(self) -> Verdict:
+        seal = self._offer.seal
+        if seal is None:
+            return self._bad(self._offer.reason)
+        run = self._session.arena.run
+        snapshot = Base(generation=seal.generation, step=seal.step)
+        says = (seal.run, seal.job, seal.shard, seal.world, snapshot, seal.nbytes)
+        planned = (run.name, run.job, self._rank, self._session.world, self._base, self._mine.nbytes)
+        if says != planned:
+            return self._bad(f"its seal says {says}, planned was {planned}")
+        try:
+            self._layout = Layout.parse(self._offer.head, file_nbytes=seal.nbytes)
+            agree_with_layout(seal, self._layout)
+        except (CorruptSnapshot, ProtocolError) as error:
+            return self._bad(error.message)
+        try:
+            self._targets = prepare(self._state, self._layout)
+        except CorruptSnapshot as error:
+            return self._bad(error.message)
+        except MemckptError as error:
+            return Verdict(problem=describe(error, self._rank))
+        return Verdict()
+
+    # -- fetch --------------------------------------------------------------------------------------------------------
+
+    def _fetch(self) -> Verdict:
+        """Bring this rank's snapshot into a slot of its node, and serve the others."""
+        sends = [send_rest(self._comm, offer, client) for client, offer in self._serving.items()]
+        if self._mine.source != "peer":
+            drive(sends, self._deadline_s, "snapshots for other ranks")
+            return Verdict()
+        verdict = Verdict()
+        try:
+            self.fetched = self._room()
+        except (OSError, MemckptError) as error:
+            verdict = Verdict(problem=describe(error, self._rank))
+        with ThreadPoolExecutor(1, thread_name_prefix="memckpt-fetch") as worker:
+            receive = receive_rest(self._comm, self._offer, self._mine.server, self.fetched, worker)
+            *_, why = drive([*sends, receive], self._deadline_s, "snapshots of other nodes")
+        if self.fetched is None:
+            return verdict
+        faults.point("recover.fetched", self._rank, self._base.step)
+        if why:
+            return self._bad(why)
+        assert self._offer.seal is not None
+        try:
+            self.fetched.seal(self._offer.seal)
+        except (OSError, MemckptError) as error:
+            return Verdict(problem=describe(error, self._rank))
+        faults.point("recover.sealed", self._rank, self._base.step)
+        return verdict
+
+    def _room(self) -> Slot:
+        """An unsealed slot of the right size; where there is no room for a new one, free ones of other sizes go."""
+        arena = self._session.arena
+        if self._mine.target is not None:
+            slot = arena.open_slot(self._mine.target, writable=True)
+            slot.unseal()
+            return slot
+        spare = list(self._mine.free)
+        while True:
+            try:
+                return arena.create_slot(self._mine.nbytes, threads=self._session.threads)
+            except MemoryError:
+                if not spare:
+                    raise
+                self.removed.append(spare[0])
+                arena.remove_slot(spare.pop(0))
+
+    # -- load ---------------------------------------------------------------------------------------------------------
+
+    def _load(self) -> Verdict:
+        """Copy into the live tensors and verify."""
+        slot = self.fetched if self.fetched is not None else self._offer.slot
+        seal, layout, targets = self._offer.seal, self._layout, self._targets
+        assert slot is not None
+        assert seal is not None
+        assert layout is not None
+        assert targets is not None
+        job = _native.scatter(
+            slot.memory,
+            seal.nbytes,
+            targets.targets,
+            targets.nbytes,
+            targets.offsets,
+            crcs=np.array(seal.crcs, dtype=np.uint32),
+            threads=self._session.threads,
+            keep=targets,
+        )
+        if not job.wait(self._deadline_s):
+            raise DeadlineExceeded(f"copying {seal.nbytes} bytes took more than {self._deadline_s:g} s")
+        wrong = job.bad_chunks()
+        if len(wrong):
+            chunk = int(wrong[0])
+            return self._bad(f"chunk {chunk} (key {_key_at(layout, chunk)!r}) differs from its checksum")
+        if not self._offer.unchanged():
+            return self._bad("its seal changed while it was read")
+        return Verdict()
+
+    def _apply(self) -> Verdict:
+        """New tensors and the values that are none; the bytes of every rank are known to be good by now."""
+        assert self._targets is not None
+        try:
+            self._targets.apply()
+        except Exception as error:  # whatever it is, the state is in between
+            wrapped = error if isinstance(error, StateDamaged) else damaged(repr(error), self._session.run)
+            return Verdict(problem=describe(wrapped, self._rank))
+        return Verdict()
+
+
+def _key_at(layout: Layout, chunk: int) -> str:
+    """Key of the first entry with bytes in a chunk; empty for the header."""
+    start, end = chunk * _native.CHUNK_BYTES, (chunk + 1) * _native.CHUNK_BYTES
+    for entry in layout.entries:
+        if entry.offset < end and entry.offset + entry.nbytes > start:
+            return entry.key
+    return ""
