@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 _SIOCGIFADDR = 0x8915
 
+CONNECT_S = 10.0
+"""Seconds for gloo's ranks to connect to each other, and more for many ranks."""
+
 
 def _sockets() -> Iterator[tuple[int, socket.socket]]:
     """(inode, duplicate) of every TCP socket of this process; the duplicate is closed by the caller."""
@@ -121,8 +124,11 @@ def init(comm: MPI.Intracomm, backend: str, generation: int, timeout_s: float, o
 
     if dist.is_initialized():
         raise UsageError("torch.distributed is initialized already; leave it to ctx.init_process_group")
-    timeout = datetime.timedelta(seconds=timeout_s)
     rank, size = comm.Get_rank(), comm.Get_size()
+    timeout = datetime.timedelta(seconds=timeout_s)
+    # While gloo connects, nothing frees a thread that waits for a peer which has died: only this shorter time does.
+    gloo = backend == "gloo" or "cpu:gloo" in backend
+    connect = min(timeout, datetime.timedelta(seconds=CONNECT_S + size / 50)) if gloo else timeout
     where = np.zeros(256, dtype=np.uint8)
     server: Any = None
     if rank == 0:
@@ -130,22 +136,25 @@ def init(comm: MPI.Intracomm, backend: str, generation: int, timeout_s: float, o
         listener = socket.create_server(("", 0), backlog=max(128, size))
         port = listener.getsockname()[1]
         server = TCPStore(
-            "127.0.0.1", port, size, True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+            "127.0.0.1", port, size, True, timeout=connect, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         text = f"{_address()} {port}".encode()
         where[: len(text)] = np.frombuffer(text, dtype=np.uint8)
     finish(comm.Ibcast(where, 0), timeout_s, "address of the store")
     host, _, port_text = where.tobytes().rstrip(b"\0").decode().partition(" ")
     try:
-        store = server or TCPStore(host, int(port_text), size, False, timeout=timeout, wait_for_workers=False)
+        store = server or TCPStore(host, int(port_text), size, False, timeout=connect, wait_for_workers=False)
         dist.init_process_group(
             backend,
             store=PrefixStore(f"memckpt-{generation}", store),
             rank=rank,
             world_size=size,
-            timeout=timeout,
+            timeout=connect,
             **options,
         )
+        if gloo:
+            dist.distributed_c10d._set_pg_timeout(timeout)
+        store.set_timeout(timeout)
     except dist.DistError as error:
         raise PeerLost(f"init_process_group: {error}") from error
 
@@ -164,11 +173,17 @@ def abort(before: set[int]) -> None:
 def destroy() -> None:
     """Destroy every process group, if there is one. Local; called when no thread is in one any more."""
     dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
+    if dist is None or not dist.is_available():
+        return
+    if dist.is_initialized():
         try:
             dist.destroy_process_group()
         except Exception:  # it is broken, and what it raises then differs from release to release
             dist.distributed_c10d.GroupMember.WORLD = None
+    # What failed half-way has counted a group all the same; the count is part of the next name in the store, which
+    # must be the same on a survivor and on a spare that never had a group.
+    if hasattr(dist.distributed_c10d._world, "group_count"):
+        dist.distributed_c10d._world.group_count = 0
 
 
 def failure(error: BaseException) -> bool:

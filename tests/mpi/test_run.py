@@ -173,6 +173,13 @@ def test_gloo_is_rebuilt_and_a_waiting_thread_is_freed() -> None:
     assert all(line["timeline"]["leave"] < 5 for line in begins(said, 2).values())
 
 
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("soon_s", [0.0, 0.006])
+def test_a_rank_dies_while_gloo_connects(victim: int, soon_s: float) -> None:
+    _, said = toy(4, "3", "40", f"1:{victim}:-1:killsoon", TOY="gloo", TOY_SOON=str(soon_s), timeout_s=110.0)
+    done(said, 3, 0)
+
+
 def test_without_ulfm_it_trains_and_says_so() -> None:
     result, said = toy(3, "2", "20", ulfm=False)
     done(said, 2, 1)

@@ -1,7 +1,8 @@
 """A toy training for `memckpt.resilient.run`: sums over MPI, a split of it, and gloo, with deaths on request.
 
 Arguments: active ranks, steps, then events ``GENERATION:RANK:STEP:WHAT`` with WHAT one of kill, stop, raise, lost,
-exit, hang, return. Each rank prints one JSON line when a generation begins and one when `run` returns or raises.
+exit, killsoon, hang, return. Each rank prints one JSON line when a generation begins and one when `run` returns or
+raises.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import weakref
 
@@ -45,6 +47,8 @@ def event(ctx: resilient.Context, step: int) -> bool:
                 raise PeerLost("as a Checkpointer says it")
             elif what == "exit":
                 os._exit(3)
+            elif what == "killsoon":
+                threading.Timer(float(os.environ["TOY_SOON"]), os.kill, (os.getpid(), signal.SIGKILL)).start()
             elif what == "hang":
                 time.sleep(3600)
             elif what == "return":
@@ -67,6 +71,7 @@ def train(ctx: resilient.Context) -> str:
         begin=ctx.generation, rank=ctx.rank, timeline=ctx.timeline, resilient=ctx.resilient,
         failures=[[f.generation, [[loss.logical, loss.place.node] for loss in f.lost], f.reason] for f in ctx.failures],
     )  # fmt: skip
+    event(ctx, -1)
     if "gloo" in MODE:
         ctx.init_process_group("gloo")
     half = ctx.split(ctx.rank % 2, ctx.rank) if "split" in MODE else None
