@@ -127,10 +127,10 @@ def test_damaged_bytes_are_never_loaded(nodes: list[str], chunk: int) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_one_rank_heard_of_the_commit_and_is_lost(seed: int) -> None:
     """What it told its user must come back, whatever the survivor made of the error that it got for the same vote."""
-    death = Death(1, "capture.slot", 3)
+    death = Death(1, "training.heard", 3)
     play(
         [
-            Script(["a", "b"], steps=4, patient=True, deaths=[death], wiped=["b"], delay_s=0.03, seed=seed),
+            Script(["a", "b"], steps=4, waits=True, deaths=[death], wiped=["b"], delay_s=0.03, seed=seed),
             Script(["a", "b"], steps=1),
         ]
     )
@@ -156,7 +156,7 @@ def test_bytes_that_change_on_their_way_are_not_committed(lost: str) -> None:
 def deaths(draw: st.DrawFn, world: int) -> tuple[Death, ...]:
     """Nobody, one or two ranks, while saving or while restoring."""
     count = draw(st.sampled_from([0, 1, 1, 1, 2]))
-    points = st.sampled_from(SAVE_POINTS + RESTORE_POINTS)
+    points = st.sampled_from([*SAVE_POINTS, *RESTORE_POINTS, "training.heard"])
     return tuple(Death(draw(st.integers(0, world - 1)), draw(points), draw(st.integers(1, 4))) for _ in range(count))
 
 
@@ -177,6 +177,7 @@ def runs(draw: st.DrawFn) -> list[Script]:
                 wiped=[draw(st.sampled_from(nodes))] if loss == "node" else [],
                 corrupt=draw(st.integers(0, 100)) if loss == "byte" else None,
                 patient=draw(st.booleans()),
+                waits=draw(st.sampled_from([False, False, True])),
                 delay_s=draw(st.sampled_from([0.0, 0.003, 0.03])),
                 seed=draw(st.integers(0, 2**20)),
             )

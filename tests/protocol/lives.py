@@ -55,7 +55,9 @@ class Script:
     corrupt : int or None
         Damages one of the snapshots that are there then, number 0 being the newest (modulo their count).
     patient : bool
-        Wait for each save.
+        Wait for the last save when the next one is due, so that each step is saved.
+    waits : bool
+        Wait for each save after `step`, before the optimizer's next step.
     flipped : tuple of int
         Numbers (from 0, over all ranks of the life) of the large messages in which one byte changes on its way.
     delay_s : float
@@ -70,6 +72,7 @@ class Script:
     wiped: Sequence[str] = ()
     corrupt: int | None = None
     patient: bool = False
+    waits: bool = False
     flipped: Sequence[int] = ()
     delay_s: float = 0.003
     seed: int = 0
@@ -208,7 +211,10 @@ class Life:
             training.train(self.number * 10_000 + step * 10 + comm.rank)
             told.begun[step] = training.digest()
             checkpointer.step(step)
+            if self.script.waits:
+                checkpointer.wait()
             self._hear(checkpointer, told)
+            faults.point("training.heard", comm.rank, step)
         checkpointer.wait()
         self._hear(checkpointer, told)
 
