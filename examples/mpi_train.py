@@ -39,7 +39,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(1 + rank)  # other data and dropout on each
 
-    with memckpt.Checkpointer({"model": model, "optimizer": optimizer}, name=args.name, every=1, quiet=True) as ckpt:
+    states = {"model": model, "optimizer": optimizer}
+    # Every step is saved: a save that falls due waits for the end of the last one, in place of being skipped.
+    with memckpt.Checkpointer(states, name=args.name, every=1, on_busy="wait", quiet=True) as ckpt:
         for index in ckpt.steps(args.steps):  # restores, then yields what is still to do, and saves after each
             if rank == 0:
                 print(f"step {index + 1}", flush=True)

@@ -157,7 +157,7 @@ def test_fork_leaves_the_parent_its_lock(tmp_path: Path) -> None:
     if pid == 0:
         os._exit(0 if not lock.holds(str(tmp_path)) and not held.held else 1)
     assert os.waitpid(pid, 0)[1] == 0
-    code = "import sys; from memckpt import lock; sys.exit(0 if lock.holders(sys.argv[1])[0].held else 1)"
+    code = "import sys; from memckpt.memory import lock; sys.exit(not lock.holders(sys.argv[1])[0].held)"
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 0
     held.release()
 
