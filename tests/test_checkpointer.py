@@ -450,11 +450,16 @@ def two_lives(base: Path, nodes: list[str], between: Any, second: list[str] | No
 
     def life(comm: LocalComm, restoring: bool) -> Any:
         state = odd_state(comm.rank, 77 if restoring else 0)
-        ckpt = memckpt.Checkpointer({"state": state}, name="pair", comm=comm, on_busy="wait", quiet=True, deadline=20.0)
+        options: dict[str, Any] = {"on_busy": "wait", "quiet": True, "deadline": 20.0}
+        ckpt = memckpt.Checkpointer({"state": state}, name="pair", comm=comm, every=100 if restoring else 1, **options)
         report = ckpt.restore()
         if restoring:
             result = (report, {k: raw(t) for k, t in state.items()})
             ckpt.wait()
+            if not ckpt.stats().protected:
+                ckpt.step(report.step + 1)  # on every rank: the first try ended in no on every rank
+                ckpt.step(report.step + 2)
+                ckpt.wait()
             assert ckpt.stats().protected
             ckpt.abandon()
             return result
@@ -488,8 +493,8 @@ def wipe(node: str) -> Any:
     return between
 
 
-def flip(node: str, shard: int) -> Any:
-    """Wipe the other node, and flip one byte in `node`'s newest snapshot of `shard`."""
+def flip(node: str, shard: int, *, wiping: bool = True) -> Any:
+    """Flip one byte in `node`'s newest snapshot of `shard`, and wipe the other node."""
 
     def between(base: Path) -> None:
         from memckpt.format.seal import decode
@@ -504,7 +509,7 @@ def flip(node: str, shard: int) -> Any:
                     f.seek(-3, os.SEEK_END)
                     f.write(bytes([byte[0] ^ 16]))
         for other in "ab":
-            if other != node:
+            if wiping and other != node:
                 wipe(other)(base)
 
     return between
@@ -526,6 +531,26 @@ def test_a_flipped_byte_in_the_replica_is_never_loaded(base: Path) -> None:
     expect(results, 1, ("peer", "own"))
     said = "\n".join(results[1][0].rejected)
     assert "step 2" in said and "chunk 0" in said and "0" in said
+
+
+def test_a_damaged_replica_is_found_before_it_is_counted_on(base: Path) -> None:
+    """The owner's copy is good, so nothing but a look at the replica shows that its loss could not be survived."""
+
+    def flip_only(base: Path) -> None:
+        flip("b", 0, wiping=False)(base)
+
+    with pytest.warns(RuntimeWarning, match=r"not protected yet.*rank 1: its replica of rank 0 differs .* chunk 0"):
+        expect(two_lives(base, ["a", "b"], flip_only), 2, ("own", "own"))
+    wipe("a")(base)
+
+    def life(comm: LocalComm) -> Any:
+        state = odd_state(comm.rank, 77)
+        ckpt = memckpt.Checkpointer({"state": state}, name="pair", comm=comm, quiet=True)
+        report = ckpt.restore()
+        ckpt.abandon()
+        return report, {k: raw(t) for k, t in state.items()}
+
+    expect(raise_errors(run_ranks(2, life, nodes=["a", "b"])), 2, ("peer", "own"))
 
 
 def test_ranks_swapped_over_the_nodes_find_their_shards(base: Path) -> None:

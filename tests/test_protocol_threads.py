@@ -20,6 +20,9 @@ from tests.protocol.lives import Death, Life, Script, damage, describe, wipe
 from tests.protocol.oracle import Oracle
 from tests.ranks import fake_nodes
 
+# A damaged replica that is about to be counted on is found, told and sent again.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is not protected yet:RuntimeWarning")
+
 SAVE_POINTS = [
     "capture.slot", "capture.begun", "capture.copied", "capture.fenced",
     "replicate.chunk", "replicate.slot", "replicate.landed", "replicate.received", "replicate.sealed",

@@ -24,7 +24,7 @@ from memckpt.format.seal import Generation
 from memckpt.memory.slots import SlotPool
 from memckpt.saving.commit import NO, NOT_YET, YES, Vote
 from memckpt.saving.outgoing import FreshSource, History, SealedSource
-from memckpt.saving.replicate import RING, Begin, Pace, Receiving, Sending
+from memckpt.saving.replicate import RING, Begin, Held, Pace, Receiving, Sending
 
 _IDLE_S = 0.05
 _SHORTEST_SLEEP_S = 20e-6
@@ -41,6 +41,8 @@ class Save:
         Ranks that this rank sends to.
     clients : sequence of int
         Ranks whose replicas this rank receives.
+    held : sequence of Held
+        Replicas that lie here already and have to be proved.
     protect : bool
         The base of a restore, not a new snapshot.
     """
@@ -51,6 +53,7 @@ class Save:
     source: FreshSource | SealedSource
     holders: list[int]
     clients: list[int]
+    held: list[Held] = field(default_factory=list)
     protect: bool = False
     pace: Pace = field(default_factory=lambda: Pace(None))
     started: float = field(default_factory=time.monotonic)
@@ -117,7 +120,7 @@ class Engine:
         self._beat = beat
         self._save: Save | None = None
         self._sending: list[Sending] = []
-        self._receiving: list[Receiving] = []
+        self._receiving: list[Receiving | Held] = []
         self._rings: dict[int, list[npt.NDArray[np.uint8]]] = {}
         self._vote: Vote | None = None
         self._moved = 0.0
@@ -179,6 +182,9 @@ class Engine:
         self._wake.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
+        # Eight MiB for each client; a receive that never ended keeps its own buffer for as long as it must.
+        self._rings.clear()
+        self._receiving = []
 
     def _run(self) -> None:
         idle, sleep_s = 0, _SHORTEST_SLEEP_S
@@ -263,7 +269,8 @@ class Engine:
     def _begin(self, save: Save) -> None:
         begin = Begin(save.seq, save.step, save.source.nbytes)
         self._vote = Vote(self._comm, save.step, save.generation)
-        self._receiving = [
+        self._receiving = list(save.held)
+        self._receiving += [
             Receiving(
                 self._comm,
                 self._pool,

@@ -22,7 +22,7 @@ from memckpt.saving.capture import Capture, Snapshot
 from memckpt.saving.decide import Agreed, Decisions
 from memckpt.saving.engine import Engine, Outcome, Save
 from memckpt.saving.outgoing import FreshSource, History, SealedSource
-from memckpt.saving.replicate import Pace
+from memckpt.saving.replicate import Held, Pace
 
 _KEPT_ERRORS = 20
 _TOLD_AFTER_S = 5.0  # an error of the state is raised when the others know of the no, or after so long
@@ -101,6 +101,7 @@ class Saving:
         self._tally = tally
         self._rank = session.rank
         self._rebuild = recovery.rebuild
+        self._rebuild_all = False
         self._holders = list(recovery.holders[session.rank])
         self._clients = [shard for shard, holders in enumerate(recovery.holders) if session.rank in holders]
         self.pool = SlotPool(parts.arena, [session.rank, *self._clients], threads=parts.session.threads)
@@ -219,24 +220,40 @@ class Saving:
             snapshot = self._capture.begin(n, self.pool, fired)
             self._tally.add(saves=1)
             self._tally.set(lazy_nbytes=snapshot.lazy_nbytes, eager_nbytes=snapshot.eager_nbytes)
-        self._submit(n, FreshSource(snapshot, self._history), self._holders, self._clients, protect=False)
+        self._submit(n, FreshSource(snapshot, self._history), self._holders, self._clients, [], protect=False)
         if snapshot.error is not None:
             self.engine.wait(min(_TOLD_AFTER_S, self._options.deadline_s))
             raise snapshot.error
 
     def _protect(self) -> None:
-        """Send the base to the holders that lack it, and vote on it as on a save."""
+        """Send the base to the holders that lack it, and vote on it as on a save.
+
+        Replicas that are there already are read once. Where the vote was no, every replica is sent again.
+        """
         assert self._history.base is not None
+        holders, clients = self._holders, self._clients
+        if not self._rebuild_all:
+            holders = [r.to_rank for r in self._rebuild if r.shard == self._rank]
+            clients = [r.shard for r in self._rebuild if r.to_rank == self._rank]
+        holdings = self.pool.holdings
         self._submit(
             self._history.base.step,
-            SealedSource(self.pool.holdings[self._rank].committed),
-            [r.to_rank for r in self._rebuild if r.shard == self._rank],
-            [r.shard for r in self._rebuild if r.to_rank == self._rank],
+            SealedSource(holdings[self._rank].committed),
+            holders,
+            clients,
+            [Held(holdings[shard].committed, shard) for shard in self._clients if shard not in clients],
             protect=True,
         )
 
     def _submit(
-        self, step: int, source: FreshSource | SealedSource, holders: list[int], clients: list[int], *, protect: bool
+        self,
+        step: int,
+        source: FreshSource | SealedSource,
+        holders: list[int],
+        clients: list[int],
+        held: list[Held],
+        *,
+        protect: bool,
     ) -> None:
         self.seq += 1
         self._begun = True
@@ -244,7 +261,7 @@ class Saving:
         base = self._history.base
         generation = base.generation if protect and base is not None else self._history.generation
         pace = Pace(self._bytes_per_s(source.nbytes * max(1, len(holders))))
-        self.engine.submit(Save(self.seq, step, generation, source, holders, clients, protect, pace))
+        self.engine.submit(Save(self.seq, step, generation, source, holders, clients, held, protect, pace))
 
     def _bytes_per_s(self, nbytes: int) -> float | None:
         """The pace: what the user said, else so that a save takes half of the interval between saves."""
@@ -288,6 +305,14 @@ class Saving:
     def report_failed(self) -> None:
         """Warn of the saves that ended in no since the last call, or raise, as the user chose."""
         for outcome in self._tally.take_failed():
+            if outcome.protect:  # nothing to decide for the user: it is tried again until it is a yes
+                warnings.warn(
+                    f"the restored step {outcome.step} is not protected yet, its replicas are sent again: "
+                    f"{outcome.reason}",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+                continue
             error = SaveFailed(
                 f"step {outcome.step} was not committed: {outcome.reason}",
                 run=self._parts.run,
@@ -306,6 +331,7 @@ class Saving:
     def _on_outcome(self, outcome: Outcome) -> None:
         self._tally.count(outcome)
         if not outcome.committed:
+            self._rebuild_all |= outcome.protect
             return
         if outcome.protect:
             self._needs_protection = False

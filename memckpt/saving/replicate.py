@@ -330,3 +330,50 @@ class Receiving:
 
     def _fail(self, reason: str) -> None:
         self.reason = self.reason or reason
+
+
+class Held:
+    """A replica of the base that lies here already: read once, since it is about to be counted on. Driven by `poll`.
+
+    Attributes
+    ----------
+    sealed, reason, torn, done
+        As of a `Receiving`.
+    """
+
+    def __init__(self, slot: Slot | None, shard: int) -> None:
+        self._slot = slot
+        self._shard = shard
+        self._job: _native.CopyJob | None = None
+        self.done = False
+        self.sealed = False
+        self.torn = False
+        self.reason: str | None = None
+
+    def poll(self) -> bool:
+        """Do what can be done now; True if something moved."""
+        if self.done:
+            return False
+        if self._job is None:
+            self._start()
+            return True
+        if not self._job.done():
+            return False
+        bad = self._job.bad_chunks()
+        if len(bad):
+            self.reason = f"its replica of rank {self._shard} differs from its seal in chunk {bad[0]}"
+        self.done, self.sealed = True, not len(bad)
+        return True
+
+    def _start(self) -> None:
+        try:
+            seal = self._slot.read_seal() if self._slot is not None else None
+        except (OSError, MemckptError) as error:
+            seal, self.reason = None, f"the seal of its replica of rank {self._shard} cannot be read: {error}"
+        if seal is None or self._slot is None:
+            self.reason = self.reason or f"it holds no replica of rank {self._shard}"
+            self.done = True
+            return
+        nothing = np.zeros(0, dtype=np.uint64)
+        crcs = np.array(seal.crcs, dtype=np.uint32)
+        self._job = _native.scatter(self._slot.memory, seal.nbytes, nothing, nothing, nothing, crcs=crcs, threads=1)

@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,25 +21,27 @@ PROGRAM = Path(__file__).parent / "programs" / "train.py"
 TOTAL = 6
 _serial = itertools.count()
 
-SAVE_POINTS = [
+# The first ones always; each of the others is also a death of a rank thread in test_protocol_threads.
+SAVE_POINTS = ["capture.begun", "capture.fenced", "after_seal", "replicate.landed", "commit.vote", "commit.known"]
+MORE_SAVE_POINTS = [
     "capture.slot",
-    "capture.begun",
     "capture.copied",
-    "capture.fenced",
     "commit.seal",
     "before_seal",
-    "after_seal",
     "commit.sealed",
     "replicate.slot",
     "replicate.chunk",
-    "replicate.landed",
     "replicate.received",
     "replicate.sealed",
-    "commit.vote",
     "commit.counted",
-    "commit.known",
     "commit.pinned",
 ]
+RECOVERY_POINTS = ["recover.planned", "recover.loaded"]
+MORE_RECOVERY_POINTS = ["recover.inventoried", "recover.checked", "recover.agreed"]
+
+
+def points(always: list[str], more: list[str]) -> list[Any]:
+    return [*always, *(pytest.param(point, marks=pytest.mark.long) for point in more)]
 
 
 @pytest.fixture
@@ -82,7 +85,7 @@ def relaunch_and_check(reference: dict[tuple[str, str], str], env: dict[str, str
     return step
 
 
-@pytest.mark.parametrize("point", SAVE_POINTS)
+@pytest.mark.parametrize("point", points(SAVE_POINTS, MORE_SAVE_POINTS))
 def test_death_at_each_point_of_a_save(
     reference: dict[tuple[str, str], str], env: dict[str, str], point: str
 ) -> None:
@@ -93,9 +96,7 @@ def test_death_at_each_point_of_a_save(
     assert step >= 2  # step 2 was committed, or this rank could not have begun with step 3
 
 
-@pytest.mark.parametrize(
-    "point", ["recover.inventoried", "recover.planned", "recover.checked", "recover.loaded", "recover.agreed"]
-)
+@pytest.mark.parametrize("point", points(RECOVERY_POINTS, MORE_RECOVERY_POINTS))
 def test_death_in_a_recovery_leaves_it_possible(
     reference: dict[tuple[str, str], str], env: dict[str, str], point: str
 ) -> None:
