@@ -175,7 +175,7 @@ def runs(draw: st.DrawFn) -> list[Script]:
         scripts.append(
             Script(
                 nodes=draw(st.permutations(nodes)),
-                steps=draw(st.integers(0, 4)),
+                steps=draw(st.integers(1, 4)),  # with none, a rank that ends at once is a lost one to the others
                 deaths=draw(deaths(world)),
                 wiped=[draw(st.sampled_from(nodes))] if loss == "node" else [],
                 corrupt=draw(st.integers(0, 100)) if loss == "byte" else None,
