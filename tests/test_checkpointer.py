@@ -730,4 +730,7 @@ def test_a_rank_that_closes_early_says_no_and_all_may_end(base: Path) -> None:
         warnings.simplefilter("ignore")
         results = raise_errors(run_ranks(3, work, nodes=["a", "b", "c"]))
     assert {stats.commits for stats in results} == {2}
-    assert results[1].errors == ["step 3: rank 0: this rank has closed its Checkpointer"]
+    # Usually the one that left says why first; a holder of its replica may have been quicker to say what it lacks.
+    [said] = results[1].errors
+    assert said.startswith("step 3: ")
+    assert "this rank has closed its Checkpointer" in said or "rank 0 did not seal its snapshot" in said

@@ -52,7 +52,7 @@ class Vote:
         self.reason = ""
         self.rank_of_no: int | None = None
 
-    def poll(self, ballot: int, reason: str = "") -> bool:
+    def poll(self, ballot: int, reason: str = "", *, cause_elsewhere: bool = False) -> bool:
         """Take part with what this rank has to say now; True if something moved.
 
         Parameters
@@ -61,6 +61,8 @@ class Vote:
             `YES`, `NOT_YET` or `NO`; once yes or no it must stay so.
         reason : str
             Why no.
+        cause_elsewhere : bool
+            The no only follows from what another rank did, whose word is asked for first.
         """
         if self.outcome is not None:
             return False
@@ -69,7 +71,7 @@ class Vote:
         if self._request is None:
             if ballot == NOT_YET and time.monotonic() < self._resume:
                 return False
-            self._start(ballot)
+            self._start(ballot, cause_elsewhere)
             return True
         if not self._request.test():
             return False
@@ -77,11 +79,11 @@ class Vote:
         self._count(reason)
         return True
 
-    def _start(self, ballot: int) -> None:
+    def _start(self, ballot: int, cause_elsewhere: bool) -> None:
         if ballot == YES and self._cast != YES:
             faults.point("commit.vote", self._comm.rank, self._step)
         self._cast = ballot
-        who = self._comm.rank if ballot == NO else _NOBODY
+        who = self._comm.rank + cause_elsewhere * self._comm.size if ballot == NO else _NOBODY
         self._values[:] = (ballot, self._step, -self._step, self._mark, -self._mark, who)
         self._request = self._comm.iallreduce_min(self._values)
 
@@ -94,13 +96,13 @@ class Vote:
             faults.point("commit.counted", self._comm.rank, self._step)
             self.outcome = True
         elif ballot == NO:
-            self._ask_reason(who, reason)
+            self._ask_reason(who % self._comm.size, reason)
         else:
             self._resume = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
     def _ask_reason(self, who: int, reason: str) -> None:
-        """The first rank that said no tells every other one why."""
+        """The first rank that said no for a cause of its own tells every other one why."""
         self.rank_of_no = who
         self._reason_buffer = np.zeros(_REASON_NBYTES, dtype=np.uint8)
         if who == self._comm.rank:

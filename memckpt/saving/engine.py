@@ -249,8 +249,8 @@ class Engine:
         complete = all(s.done for s in self._sending) and all(r.done for r in self._receiving)
         if complete and self._replicated_s is None:
             self._replicated_s = time.monotonic() - save.started
-        ballot, reason = self._ballot(save, complete)
-        moved |= self._vote.poll(ballot, reason)
+        ballot, reason, elsewhere = self._ballot(save, complete)
+        moved |= self._vote.poll(ballot, reason, cause_elsewhere=elsewhere)
         now = time.monotonic()
         if moved:
             self._moved = now
@@ -290,21 +290,19 @@ class Engine:
             self._rings[client] = [np.zeros(_native.CHUNK_BYTES, dtype=np.uint8) for _ in range(RING)]
         return self._rings[client]
 
-    def _ballot(self, save: Save, complete: bool) -> tuple[int, str]:
+    def _ballot(self, save: Save, complete: bool) -> tuple[int, str, bool]:
         """Yes when all is sealed here; no only when nothing of this rank is under way any more.
 
-        Where all that is missing are replicas whose owners did not seal, the no is left to them, who know why.
+        With a no its reason, and whether that only follows from what another rank did.
         """
         seal = save.source.seal_bytes()
         if not complete or seal is None:
-            return NOT_YET, ""
+            return NOT_YET, "", False
         failed = [r for r in self._receiving if not r.sealed]
-        reasons = [r.reason or "not sealed" for r in failed if not r.torn]
+        reasons = [r.reason or "not sealed" for r in failed]
         if not seal:
             reasons.insert(0, save.source.reason or "not sealed")
-        if reasons:
-            return NO, "; ".join(reasons)
-        return (NOT_YET if failed else YES), ""
+        return (NO, "; ".join(reasons), bool(seal) and all(r.torn for r in failed)) if reasons else (YES, "", False)
 
     def _end(self, save: Save, vote: Vote) -> None:
         assert vote.outcome is not None

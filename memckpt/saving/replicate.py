@@ -293,10 +293,8 @@ class Receiving:
         self.done = True
         assert self._seal_buffer is not None
         length = int.from_bytes(self._seal_buffer[:8].tobytes(), "little")
-        if length > len(self._seal_buffer) - 8:
-            self._fail(f"rank {self._source} sent a seal of {length} bytes")
-        elif length == 0:
-            self.torn = self.reason is None
+        if length == 0 or length > len(self._seal_buffer) - 8:
+            self.torn = True
             self._fail(f"rank {self._source} did not seal its snapshot")
         if self._slot is None or self.reason is not None:
             return
