@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from memckpt import _native, surroundings
+from memckpt import surroundings
 from memckpt.comm import Communicator, allgather, barrier, detect
 from memckpt.errors import MemckptError, ProtocolError, UsageError
 from memckpt.memory import budget, process
@@ -21,7 +21,6 @@ from memckpt.recovery.inventory import Place
 from memckpt.recovery.placement import place
 from memckpt.recovery.session import Session
 from memckpt.redundancy import Mirror
-from memckpt.saving.replicate import RING
 from memckpt.state.rng import RNG
 from memckpt.state.state import State
 from memckpt.surroundings import Surroundings
@@ -217,7 +216,6 @@ def check_budget(parts: Parts, shard_nbytes: int) -> None:
         node_of=[place.node for place in session.places],
         need_nbytes=need.slot_nbytes,
         replica_nbytes=need.replica_nbytes,
-        private_nbytes=need.private_nbytes,
         deadline_s=session.deadline_s,
     )
 
@@ -241,13 +239,11 @@ def needs(parts: Parts, shards: list[int]) -> list[budget.Need]:
     """What each rank of this node will hold when every rank's snapshot has the size given for it. Local."""
     session = parts.session
     holders = place([p.path for p in session.places], session.copies)
-    ring_nbytes = RING * _native.CHUNK_BYTES
     return [
         budget.Need(
             rank,
             own_nbytes=2 * shards[rank],
             replica_nbytes=sum(2 * shards[s] for s, hs in enumerate(holders) if rank in hs),
-            private_nbytes=sum(ring_nbytes for hs in holders if rank in hs),
         )
         for rank in parts.node_ranks
     ]
@@ -272,6 +268,7 @@ def close_parts(parts: Parts, *, remove: bool, finished: bool) -> None:
                 parts.arena.mark_finished()
     finally:
         parts.lock.release()
+        parts.arena.close_parked()
         if remove:
             with contextlib.suppress(OSError, MemckptError):
                 parts.arena.tidy()

@@ -108,7 +108,12 @@ class Checkpointer:
         self._options = options
         self._quiet = quiet
         self._capture = Capture(
-            parts.state, run=parts.run, shard=session.rank, world=session.world, threads=parts.session.threads
+            parts.state,
+            run=parts.run,
+            shard=session.rank,
+            world=session.world,
+            threads=session.threads,
+            deadline_s=deadline,
         )
         self._decisions = Decisions(parts.decide_comm, run=parts.run, deadline_s=deadline)
         self._saving: Saving | None = None
@@ -175,6 +180,7 @@ class Checkpointer:
         seq = self._saving.seq if self._saving is not None else 0
         parts.lock.update(recovery.generation)
         self._saving = Saving(parts, self._capture, self._decisions, recovery, self._tally, seq)
+        parts.arena.close_parked()
         self._last_step = base.step if base is not None else 0
         self._stepped = False
         self._tally.set(step=self._last_step)
@@ -196,7 +202,7 @@ class Checkpointer:
         if self._saving is not None:
             self._capture.settle()
             self._saving.wait_for_outcome()
-            self._saving.stop(self._options.deadline_s)
+            self._saving.stop(self._options.deadline_s, park=True)
 
     def _begin_without_restore(self) -> None:
         parts = self._parts

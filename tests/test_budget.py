@@ -120,10 +120,10 @@ def test_ten_percent_is_kept_free_to_the_byte() -> None:
     assert (caught.value.needed, caught.value.free, caught.value.path) == (26 * MIB + 1, 26 * MIB, "/dev/shm")
 
 
-def test_the_tightest_limit_decides_and_private_memory_counts_where_it_lies() -> None:
-    needs = [Need(0, 4 * MIB, 4 * MIB, 3 * MIB), Need(1, 4 * MIB, 2 * MIB)]
-    assert check(needs, base="/dev/shm", probe=FixedProbe([SHM])).needed == 14 * MIB
-    assert check(needs, base="/dev/shm", probe=FixedProbe([RAM])).needed == 17 * MIB
+def test_the_tightest_limit_decides() -> None:
+    needs = [Need(0, 6 * MIB, 6 * MIB), Need(1, 5 * MIB, 3 * MIB)]
+    assert check(needs, base="/dev/shm", probe=FixedProbe([SHM])).needed == 20 * MIB
+    assert check(needs, base="/dev/shm", probe=FixedProbe([RAM, SHM])).limit == SHM
     with pytest.raises(BudgetError) as caught:
         check(needs, base="/dev/shm", probe=FixedProbe([RAM, SHM, GROUP]))
     assert caught.value.path == GROUP.path
@@ -138,15 +138,15 @@ def test_slots_that_exist_are_not_counted_twice() -> None:
 
 
 def test_the_error_says_numbers_and_options() -> None:
-    needs = [Need(rank, 16 * MIB, 16 * MIB, MIB) for rank in (0, 1)]
+    needs = [Need(rank, 16 * MIB, 16 * MIB) for rank in (0, 1)]
     with pytest.raises(BudgetError) as caught:
         check(needs, base="/dev/shm", adopted_nbytes=MIB, probe=FixedProbe([SHM, GROUP, RAM]), node="n7", run="r")
     text = str(caught.value)
     for part in (
         "node n7",
-        "rank 0: 33.00 MiB (16.00 MiB for its own snapshots, 16.00 MiB for replicas, 1.00 MiB for buffers)",
+        "rank 0: 32.00 MiB (16.00 MiB for its own snapshots, 16.00 MiB for replicas)",
         "rank 1: ",
-        "node: 66.00 MiB for 2 ranks, of which 1.00 MiB are there already",
+        "node: 64.00 MiB for 2 ranks, of which 1.00 MiB are there already",
         "tightest limit: cgroup memory.max at /sys/fs/cgroup/x/memory.max: 50.00 MiB, 20.00 MiB free, 10% kept free",
         "also too small: file system size at /dev/shm",
         "fewer copies (redundancy=): replicas take 32.00 MiB; without any it would not fit either",
@@ -156,7 +156,7 @@ def test_the_error_says_numbers_and_options() -> None:
         "run=r",
     ):
         assert part in text, part
-    assert caught.value.needed == 65 * MIB
+    assert caught.value.needed == 63 * MIB
     assert caught.value.free == 15 * MIB
     with pytest.raises(BudgetError, match="fit, unprotected"):
         check([Need(0, 16 * MIB, 16 * MIB)], base="/dev/shm", probe=FixedProbe([SHM]))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -53,6 +54,7 @@ class Source:
     def __init__(self, slot: Slot, seal: bytes | None) -> None:
         self.memory, self.nbytes, self.seal = slot.memory, slot.nbytes, seal
         self.watermark = 0
+        self.reason = "" if seal else "tensor 'w' changed under the copy"
 
     def seal_bytes(self) -> bytes | None:
         return self.seal
@@ -96,8 +98,7 @@ def transfer(
         if full:
             for holding in pool.holdings.values():
                 holding.committed, holding.pending = pool.take(4096), pool.take(4096)
-        ring = [np.zeros(CHUNK, np.uint8) for _ in range(2)]
-        receiving = Receiving(comm, pool, source=0, seq=1, step=4, generation=GENERATION, run="r", ring=ring)
+        receiving = Receiving(comm, pool, source=0, seq=1, step=4, generation=GENERATION, run="r")
         while not receiving.done:
             assert time.monotonic() < end
             receiving.poll()
@@ -127,7 +128,11 @@ def test_a_replica_is_the_same_bytes_and_is_sealed_last(tmp_path: Path, nbytes: 
 
 @pytest.mark.parametrize(
     ("spoil", "said"),
-    [("torn", "did not seal"), ("chunk", "differs from the owner's snapshot in chunk 1"), ("step", "step 5")],
+    [
+        ("torn", "tensor 'w' changed under the copy"),
+        ("chunk", "differs from the owner's snapshot in chunk 1"),
+        ("step", "step 5"),
+    ],
 )
 def test_what_does_not_match_its_seal_is_received_to_the_end_and_not_sealed(
     tmp_path: Path, spoil: str, said: str
@@ -138,6 +143,7 @@ def test_what_does_not_match_its_seal_is_received_to_the_end_and_not_sealed(
         )
     assert not receiving.sealed
     assert said in receiving.reason
+    assert receiving.torn == (spoil == "torn")
 
 
 def test_a_holder_without_a_free_slot_receives_all_the_same(tmp_path: Path) -> None:
@@ -147,6 +153,38 @@ def test_a_holder_without_a_free_slot_receives_all_the_same(tmp_path: Path) -> N
         )
     assert receiving.done and not receiving.sealed
     assert "no free slot" in receiving.reason
+
+
+def test_after_an_error_a_slot_with_an_unfinished_receive_is_never_used_again(tmp_path: Path) -> None:
+    """What was matched may be written long after the error: no file of that name may be there to be taken for free."""
+
+    def work(comm: LocalComm) -> None:
+        if comm.rank == 0:
+            seq_of_begin = [(1, 3 * CHUNK), (2, CHUNK)]
+            for seq, nbytes in seq_of_begin:
+                body = msgspec.msgpack.encode(Begin(seq, 4, nbytes))
+                comm.isend((len(body).to_bytes(2, "little") + body).ljust(512, b"\0"), 1, tag(seq, 0))
+            comm.isend(bytes(CHUNK), 1, tag(2, 1))
+            return
+        arena = Arena.open("r")
+        lock = arena.lock(rank=1)
+        pool = SlotPool(arena, [1, 0], threads=1)
+        for seq, left_over in ((1, False), (2, True)):
+            receiving = Receiving(comm, pool, source=0, seq=seq, step=4, generation=GENERATION, run="r")
+            end = time.monotonic() + 20
+            while pool.holdings[0].pending is None or (left_over and not receiving._landed):
+                assert time.monotonic() < end
+                receiving.poll()
+            slot = pool.holdings[0].pending
+            receiving.abandon()
+            assert Path(slot.path).exists() == left_over
+            assert (pool.holdings[0].pending is slot) == left_over
+            pool.drop()
+        pool.close()
+        lock.release()
+
+    with fake_nodes(str(tmp_path)):
+        raise_errors(run_ranks(2, work, nodes=["a", "b"]))
 
 
 def test_pace_holds_back_until_somebody_waits() -> None:

@@ -13,6 +13,7 @@ import math
 import random
 import threading
 import time
+from abc import abstractmethod
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -187,9 +188,9 @@ class LocalRequest(Request):
                 raise self._error
             return self._done
 
+    @abstractmethod
     def _finish(self) -> bool:
         """Complete the operation if that is possible now."""
-        raise NotImplementedError
 
     def _lost_to(self) -> int | None:
         """The rank whose death, as far as this rank knows, keeps the operation from completing."""

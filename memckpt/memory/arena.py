@@ -24,7 +24,7 @@ from memckpt.format.seal import Generation, Seal
 from memckpt.memory import fence, files, lock, process
 from memckpt.memory.lock import ProcessLock
 from memckpt.memory.process import ProcessInfo
-from memckpt.memory.slotfile import DATA, SEAL, Found, Slot, data_path, examine, read_seal, seal_path, slot_of
+from memckpt.memory.slotfile import DATA, SEAL, Found, Slot, data_path, examine, file_id, read_seal, seal_path, slot_of
 
 __all__ = ["DEFAULT_BASE", "Arena", "Found", "RunId", "Slot", "default_base", "default_node"]
 
@@ -75,6 +75,12 @@ def default_node() -> str:
     return os.environ.get("MEMCKPT_NODE") or socket.gethostname()
 
 
+def _let_go(slot: Slot) -> None:
+    """Close a slot; after a failure a send that never ended may still read from it, and keeps it mapped."""
+    with contextlib.suppress(BufferError):
+        slot.close()
+
+
 class Arena:
     """The memory of one run on one node. Made by `open`. Local; usable from any thread.
 
@@ -93,6 +99,7 @@ class Arena:
         self._root = os.path.join(base, f"memckpt-{run.uid}")
         self._dir = os.path.join(self._root, node, run.directory)
         self._procs = os.path.join(self._dir, _PROCS)
+        self._parked: dict[str, Slot] = {}
         self.path = Path(self._dir)
 
     @classmethod
@@ -288,7 +295,10 @@ class Arena:
                 raise self._no_space(nbytes) from error
             raise
         faults.point("slot_created")
-        return Slot(self._dir, name, memory, self._require_lock, populate_s=time.monotonic() - started)
+        return Slot(
+            self._dir, name, memory, self._require_lock,
+            file=file_id(os.lstat(path)), populate_s=time.monotonic() - started, mapped=populate,
+        )  # fmt: skip
 
     def open_slot(self, name: str, *, writable: bool) -> Slot:
         """Open an existing slot. Writable needs the lock.
@@ -302,9 +312,32 @@ class Arena:
         """
         if writable:
             self._require_lock("a writable slot")
+        parked = self._parked.pop(name, None)
+        if parked is not None:
+            if parked.is_current():
+                return parked
+            _let_go(parked)
         path = data_path(self._dir, name)
-        os.close(files.open_checked(path))
-        return Slot(self._dir, name, _native.SharedMemory.open(path, writable=writable), self._require_lock)
+        fd = files.open_checked(path)
+        try:
+            memory = _native.SharedMemory.open(path, writable=writable)
+            return Slot(self._dir, name, memory, self._require_lock, file=file_id(os.fstat(fd)))
+        finally:
+            os.close(fd)
+
+    def park(self, slot: Slot) -> None:
+        """Keep a slot that its user is done with for the next `open_slot` of that name: mapping a slot anew costs as
+        much as copying it. Local.
+        """
+        if slot.memory.writable and slot.name not in self._parked:
+            self._parked[slot.name] = slot
+        else:
+            _let_go(slot)
+
+    def close_parked(self) -> None:
+        """Let go of the mappings that nobody came for. Local."""
+        while self._parked:
+            _let_go(self._parked.popitem()[1])
 
     def remove_slot(self, name: str) -> None:
         """Remove a slot, its seal first; nothing happens when it is not there. Needs the lock. Mappings stay valid.
@@ -315,6 +348,8 @@ class Arena:
             One of the two files is not ours; it is left.
         """
         self._require_lock("remove_slot")
+        if (parked := self._parked.pop(name, None)) is not None:
+            _let_go(parked)
         for path in (seal_path(self._dir, name), data_path(self._dir, name)):
             try:
                 files.check(path, os.lstat(path), directory=False)

@@ -38,14 +38,11 @@ class Need:
         Logical rank.
     own_nbytes, replica_nbytes : int
         Slots for its own snapshots, and for those of its peers; predicted optimizer state included by the caller.
-    private_nbytes : int
-        Further memory outside of slots: staging, receive rings.
     """
 
     rank: int
     own_nbytes: int
     replica_nbytes: int = 0
-    private_nbytes: int = 0
 
     @property
     def slot_nbytes(self) -> int:
@@ -238,11 +235,8 @@ def check(
     if adopted_nbytes < 0 or not needs:
         raise UsageError("a budget of no ranks, or of less than nothing adopted")
     in_files = max(0, sum(n.slot_nbytes for n in needs) - adopted_nbytes)
-    private = sum(n.private_nbytes for n in needs)
-    fits = [
-        Fit(limit, in_files + (0 if limit.files_only else private), limit.room(kept_free))
-        for limit in (SystemProbe() if probe is None else probe).limits(base)
-    ]
+    limits = (SystemProbe() if probe is None else probe).limits(base)
+    fits = [Fit(limit, in_files, limit.room(kept_free)) for limit in limits]
     if not fits:
         raise UsageError("no limit on memory could be read; memckpt needs /proc", path="/proc/meminfo")
     worst = max(fits, key=lambda fit: fit.over)
@@ -269,7 +263,6 @@ def check_together(
     need_nbytes: int,
     deadline_s: float,
     replica_nbytes: int = 0,
-    private_nbytes: int = 0,
     probe: Probe | None = None,
 ) -> None:
     """Check the budget of every node, with one answer for all ranks. Collective.
@@ -284,8 +277,6 @@ def check_together(
         Node of each rank.
     need_nbytes, replica_nbytes : int
         Bytes of all slots of this rank, and how many of them are for replicas.
-    private_nbytes : int
-        Bytes that this rank needs outside of slots.
     deadline_s : float
         Longest wait for a peer.
 
@@ -296,7 +287,7 @@ def check_together(
     PeerLost, DeadlineExceeded, ProtocolError
         From the exchange.
     """
-    mine = Need(comm.rank, need_nbytes - replica_nbytes, replica_nbytes, private_nbytes)
+    mine = Need(comm.rank, need_nbytes - replica_nbytes, replica_nbytes)
     needs = _exchange(comm, mine, Need, deadline_s)
     here = [need for need, node in zip(needs, node_of, strict=True) if node == arena.node]
     verdict = _Verdict()
@@ -347,15 +338,14 @@ def _explain(
         f"the snapshots do not fit into memory on node {node or socket.gethostname()}: "
         f"{size(worst.needed)} ({worst.needed} bytes) are needed, {size(worst.room)} ({worst.room} bytes) may be used"
     ]
-    for need in needs[:8]:
-        private = f", {size(need.private_nbytes)} for buffers" if need.private_nbytes else ""
-        lines.append(
-            f"  rank {need.rank}: {size(need.slot_nbytes + need.private_nbytes)} "
-            f"({size(need.own_nbytes)} for its own snapshots, {size(need.replica_nbytes)} for replicas{private})"
-        )
+    lines += [
+        f"  rank {need.rank}: {size(need.slot_nbytes)} "
+        f"({size(need.own_nbytes)} for its own snapshots, {size(need.replica_nbytes)} for replicas)"
+        for need in needs[:8]
+    ]
     if len(needs) > 8:
         lines.append(f"  and {len(needs) - 8} more ranks")
-    total = sum(n.slot_nbytes + n.private_nbytes for n in needs)
+    total = sum(n.slot_nbytes for n in needs)
     there = f", of which {size(adopted_nbytes)} are there already" if adopted_nbytes else ""
     lines.append(f"  node: {size(total)} for {len(needs)} ranks{there}")
     for fit in sorted((f for f in fits if f.over > 0), key=lambda f: -f.over):

@@ -153,6 +153,11 @@ def read_header(fd: int, nbytes: int) -> HeaderSays:
         raise CorruptSnapshot(f"the file's header cannot be read: {error}") from None
 
 
+def file_id(status: os.stat_result) -> tuple[int, int]:
+    """What tells one file from another of the same name."""
+    return status.st_dev, status.st_ino
+
+
 class Slot:
     """One memory-backed file. Made by `Arena.create_slot` and `Arena.open_slot`.
 
@@ -166,6 +171,8 @@ class Slot:
         Size in bytes.
     populate_s : float
         Seconds that reserving and populating took (0 for an opened slot).
+    mapped : bool
+        Its pages are in this process's page tables, so that no access meets a fault.
     """
 
     def __init__(
@@ -175,14 +182,36 @@ class Slot:
         memory: _native.SharedMemory,
         require_lock: Callable[[str], None],
         *,
+        file: tuple[int, int],
         populate_s: float = 0.0,
+        mapped: bool = False,
     ) -> None:
-        self.name, self.memory, self.populate_s = name, memory, populate_s
+        self.name, self.memory, self.populate_s, self.mapped = name, memory, populate_s, mapped
+        self._file = file
         self.nbytes = memory.nbytes
         self.path = data_path(directory, name)
         self._seal_path = seal_path(directory, name)
         self._require_lock = require_lock
         self._closed = False
+
+    def map(self, threads: int) -> None:
+        """Take the page faults of the whole slot now, with `threads` threads; nothing to do where that was done. Local.
+
+        Raises
+        ------
+        OSError
+            There is no memory for the pages.
+        """
+        if not self.mapped:
+            self.memory.populate(threads)
+            self.mapped = True
+
+    def is_current(self) -> bool:
+        """Whether the file of that name is still the one that is mapped here. Local."""
+        try:
+            return not self._closed and file_id(os.lstat(self.path)) == self._file
+        except FileNotFoundError:
+            return False
 
     def seal(self, seal: Seal) -> None:
         """Write the seal, which makes this slot's bytes a snapshot. The bytes must be complete. Needs the lock.

@@ -107,10 +107,10 @@ class SlotPool:
     def warm(self) -> None:
         """Map the pages of slots that existed already, so that their next write meets no fault; from the background."""
         with self._lock:
-            cold = [slot for slot in (*self._free, *self._pinned()) if not slot.populate_s]
+            cold = [slot for slot in (*self._free, *self._pinned()) if not slot.mapped]
         for slot in cold:
             with contextlib.suppress(OSError, ValueError):  # closed meanwhile, or no memory for page tables
-                slot.memory.populate(1)
+                slot.map(1)
 
     def prepare(self, nbytes: int) -> bool:
         """Make one more free slot of `nbytes` bytes if there is none and the capacity allows; True if one was made.
@@ -158,16 +158,27 @@ class SlotPool:
                     pending.unseal()
                     self._free.insert(0, pending)
 
+    def abandon(self, slot: Slot) -> None:
+        """Give up a slot into which somebody may still write: its file goes, its name is never used again."""
+        with self._lock:
+            for holding in self.holdings.values():
+                if holding.pending is slot:
+                    holding.pending = None
+        self._remove(slot)
+
     def nbytes(self) -> int:
         """Bytes of every slot of this rank."""
         with self._lock:
             return sum(s.nbytes for s in (*self._pinned(), *self._free))
 
-    def close(self) -> None:
-        """Let go of the mappings; the files stay."""
+    def close(self, *, park: bool = False) -> None:
+        """Let go of the slots; the files stay. With `park` the arena keeps the mappings for the next pool."""
         with self._lock:
             self._closed = True
             for slot in (*self._free, *self._pinned()):
+                if park:
+                    self._arena.park(slot)
+                    continue
                 # A send that never ended after a failure still reads from its mapping, which then lives as long as
                 # that.
                 with contextlib.suppress(BufferError):

@@ -118,8 +118,8 @@ class Attempt:
         finally:
             for offer in (self._offer, *self._serving.values(), Offer(slot=self.fetched)):
                 offer.head.release()
-                if offer.slot is not self.slot or self.slot is None:
-                    offer.close()
+                if offer.slot is not None and offer.slot is not self.slot:
+                    self._session.arena.park(offer.slot)
 
     def _settle(self, mine: Verdict, what: str) -> dict[Where, str]:
         """Tell the others. The bad slots of all ranks, or the error of all. Collective."""
@@ -188,9 +188,17 @@ class Attempt:
             self.fetched = self._room()
         except (OSError, MemckptError) as error:
             verdict = Verdict(problem=describe(error, self._rank))
-        with ThreadPoolExecutor(1, thread_name_prefix="memckpt-fetch") as worker:
-            receive = receive_rest(self._comm, self._offer, self._mine.server, self.fetched, worker)
-            *_, why = drive([*sends, receive], self._deadline_s, "snapshots of other nodes")
+        receive = receive_rest(self._comm, self._offer, self._mine.server, self.fetched)
+        try:
+            with ThreadPoolExecutor(1, thread_name_prefix="memckpt-fetch") as worker:
+                # Page faults of a first write cost more than the copy; they are taken while the first chunks come.
+                # The bytes are reserved already: where this fails, the receives take the faults.
+                if self.fetched is not None:
+                    worker.submit(self.fetched.map, self._session.threads)
+                *_, why = drive([*sends, receive], self._deadline_s, "snapshots of other nodes")
+        except BaseException:
+            self._abandon_fetched()
+            raise
         if self.fetched is None:
             return verdict
         faults.point("recover.fetched", self._rank, self._base.step)
@@ -204,6 +212,11 @@ class Attempt:
         faults.point("recover.sealed", self._rank, self._base.step)
         return verdict
 
+    def _abandon_fetched(self) -> None:
+        """After an error a receive may still write into the slot: its file goes, and nobody takes it for a free one."""
+        if self.fetched is not None:
+            self._session.arena.remove_slot(self.fetched.name)
+
     def _room(self) -> Slot:
         """An unsealed slot of the right size; where there is no room for a new one, free ones of other sizes go."""
         arena = self._session.arena
@@ -214,7 +227,7 @@ class Attempt:
         spare = list(self._mine.free)
         while True:
             try:
-                return arena.create_slot(self._mine.nbytes, threads=self._session.threads)
+                return arena.create_slot(self._mine.nbytes, populate=False)
             except MemoryError:
                 if not spare:
                     raise

@@ -14,9 +14,9 @@ chunk  to fetch   4 MiB, last less      each further chunk of the file
 end    to fetch   1                     1: the seal is still the same
 ====== ========== ===================== =================================================================
 
-Chunks land in a small ring and are copied from there, with their CRC, by a second thread. A slot's address is never a
-receive buffer: a receive that was matched before a revoke may still write. A transfer, once begun, runs to its end or
-to a communicator error, whatever the checksums say, so that nothing is left outstanding for the next one.
+Chunks land in the slot itself and are checksummed there. A transfer, once begun, runs to its end or to a communicator
+error, whatever the checksums say, so that nothing is left outstanding for the next one. After an error a receive that
+was matched may still write: the slot is then abandoned for good (its file goes), by whoever drives the transfer.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TypeVar
 
 from memckpt import _native, faults
@@ -37,7 +37,7 @@ from memckpt.memory.arena import Arena
 from memckpt.memory.slotfile import MAX_HEADER_NBYTES, MAX_SEAL_NBYTES, Slot
 
 WINDOW = 4
-"""Chunks under way at once on either side: some move while others are copied."""
+"""Chunks under way at once on either side: some move while others are checksummed."""
 
 _SIZES, _SEAL, _HEAD, _GO, _CHUNK, _END = (FIRST_TAG + i for i in range(6))
 _LENGTHS = struct.Struct("<QQ")
@@ -117,15 +117,6 @@ class Offer:
         except (OSError, CorruptSnapshot, ForeignMemory, ProtocolError):
             return False
 
-    def close(self) -> None:
-        """Let go of the mapping; it stays while a send that never ended refers to it. Local."""
-        self.head.release()
-        if self.slot is not None:
-            try:
-                self.slot.close()
-            except BufferError:
-                pass
-
 
 def open_offer(arena: Arena, name: str, *, writable: bool = False) -> Offer:
     """Open a sealed slot of this node and check its header against its seal. Local."""
@@ -142,7 +133,9 @@ def open_offer(arena: Arena, name: str, *, writable: bool = False) -> Offer:
             head = view[: min(chunks_of(size) * _native.CHUNK_BYTES, seal.nbytes)]
         _check_head(head, seal)
     except (OSError, CorruptSnapshot, ForeignMemory, ProtocolError) as error:
-        Offer(head=head, slot=slot).close()
+        head.release()
+        if slot is not None:
+            arena.park(slot)
         return Offer(reason=str(getattr(error, "message", error)))
     return Offer(seal, head, slot)
 
@@ -216,9 +209,7 @@ def send_rest(comm: Communicator, offer: Offer, dest: int) -> Steps[None]:
     yield comm.isend(bytes([offer.unchanged()]), dest, _END).test
 
 
-def receive_rest(
-    comm: Communicator, offer: Offer, source: int, slot: Slot | None, worker: ThreadPoolExecutor
-) -> Steps[str]:
+def receive_rest(comm: Communicator, offer: Offer, source: int, slot: Slot | None) -> Steps[str]:
     """Fetching rank, second part: into `slot`, which is unsealed and of the right size; None: decline.
 
     Returns
@@ -232,34 +223,29 @@ def receive_rest(
         return ""
     nbytes = offer.seal.nbytes
     crcs = [_native.copy_crc(slot.memory, i * _native.CHUNK_BYTES, chunk) for i, chunk in enumerate(_cut(offer.head))]
-    # Page faults of a first write cost more than the copy; they are taken while the first chunks are on their way.
-    mapped = worker.submit(slot.memory.populate, 1)
-    at = len(offer.head)
-    spare = [memoryview(bytearray(_native.CHUNK_BYTES)) for _ in range(min(WINDOW, chunks_of(nbytes - at)))]
-    posted: deque[tuple[Request, memoryview, int]] = deque()
-    copies: deque[tuple[Future[int], memoryview]] = deque()
-    while at < nbytes or posted or copies:
-        while at < nbytes and spare:
-            buffer = spare.pop()
-            posted.append((comm.irecv(buffer[: nbytes - at], source, _CHUNK), buffer, at))
-            at += _native.CHUNK_BYTES
-        yield lambda: (bool(posted) and posted[0][0].test()) or (bool(copies) and copies[0][0].done())
-        while posted and posted[0][0].test():
-            request, buffer, start = posted.popleft()
-            if request.nbytes != min(_native.CHUNK_BYTES, nbytes - start):
-                raise ProtocolError(f"a chunk of {request.nbytes} bytes at {start} of {nbytes}", rank=source)
-            copy = worker.submit(_native.copy_crc, slot.memory, start, buffer[: request.nbytes])
-            copies.append((copy, buffer))
-            faults.point("recover.chunk", comm.rank, offer.seal.step)
-        while copies and copies[0][0].done():
-            copy, buffer = copies.popleft()
-            crcs.append(copy.result())
-            spare.append(buffer)
-    yield mapped.done
-    mapped.result()
-    end = bytearray(1)
-    yield comm.irecv(end, source, _END).test
-    if not end[0]:
+    starts = iter(range(len(offer.head), nbytes, _native.CHUNK_BYTES))
+    posted: deque[tuple[Request, int, int]] = deque()
+
+    def post() -> None:
+        for start in islice(starts, 1):
+            end = min(start + _native.CHUNK_BYTES, nbytes)
+            posted.append((comm.irecv(memoryview(slot.memory)[start:end], source, _CHUNK), start, end))
+
+    for _ in range(WINDOW):
+        post()
+    while posted:
+        request, start, end = posted[0]
+        yield request.test
+        posted.popleft()
+        post()
+        if request.nbytes != end - start:
+            raise ProtocolError(f"a chunk of {request.nbytes} bytes at {start} of {nbytes}", rank=source)
+        with memoryview(slot.memory)[start:end] as chunk:
+            crcs.append(_native.crc32c(chunk))
+        faults.point("recover.chunk", comm.rank, offer.seal.step)
+    end_mark = bytearray(1)
+    yield comm.irecv(end_mark, source, _END).test
+    if not end_mark[0]:
         return "its seal changed while it was read"
     bad = [i for i, (have, want) in enumerate(zip(crcs, offer.seal.crcs, strict=True)) if have != want]
     return f"chunk {bad[0]} differs from its checksum ({len(bad)} of {len(crcs)} do)" if bad else ""

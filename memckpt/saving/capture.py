@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from memckpt import _native, faults
-from memckpt.errors import MemckptError, StateError
+from memckpt.errors import MemckptError, SaveFailed, StateError
 from memckpt.format.layout import Layout, Pieces
 from memckpt.memory.slotfile import Slot
 from memckpt.memory.slots import SlotPool
@@ -81,14 +81,19 @@ class Capture:
         Written into each snapshot.
     threads : int
         Threads of one copy.
+    deadline_s : float
+        Longest time in which a copy may make no progress.
     """
 
-    def __init__(self, state: State, *, run: str, shard: int, world: int, threads: int) -> None:
+    def __init__(
+        self, state: State, *, run: str, shard: int, world: int, threads: int, deadline_s: float = 600.0
+    ) -> None:
         self._state = state
         self._run = run
         self._shard = shard
         self._world = world
         self._threads = threads
+        self._deadline_s = deadline_s
         self._layout: Layout | None = None
         self._token: object = None
         self._distrusted: set[str] = set()
@@ -159,10 +164,10 @@ class Capture:
         snapshot.eager_nbytes = int(pieces.nbytes[eager].sum())
         if snapshot.lazy_nbytes and snapshot.eager_nbytes:
             # Eager bytes go first, whole and unsummed; the second job finds them in place and only sums them.
-            self._gather(pieces, eager, slot, layout, crc=False).wait(None)
+            self._wait(self._gather(pieces, eager, slot, layout, crc=False), step)
         snapshot.job = self._gather(pieces, lazy if snapshot.lazy_nbytes else eager, slot, layout, crc=True)
         if not snapshot.lazy_nbytes:
-            snapshot.job.wait(None)
+            self._wait(snapshot.job, step)
             snapshot.fenced = True
         else:
             self._lazy_saves += 1
@@ -179,6 +184,23 @@ class Capture:
             threads=self._threads,
             keep=pieces.keep,
         )
+
+    def _wait(self, job: _native.CopyJob, step: int) -> None:
+        """Wait for the end of a copy.
+
+        Raises
+        ------
+        SaveFailed
+            It makes no progress.
+        """
+        before = -1
+        while not job.wait(self._deadline_s):
+            if job.watermark == before:
+                raise SaveFailed(
+                    f"the copy of the state has made no progress for {self._deadline_s:g} s (chunk {before})",
+                    run=self._run, step=step, rank=self._shard,
+                )  # fmt: skip
+            before = job.watermark
 
     def _layout_of(self, collected: Collected) -> tuple[Layout, Pieces]:
         """The layout in use where it still fits what is there now, else a new one."""
@@ -209,7 +231,7 @@ class Capture:
             if snapshot is None:
                 return
             assert snapshot.job is not None
-            snapshot.job.wait(None)
+            self._wait(snapshot.job, snapshot.step)
             faults.point("capture.copied", self._shard, snapshot.step)
             if self._lazy_saves <= AUDITED_SAVES:
                 self._audit(snapshot, None)
@@ -226,7 +248,7 @@ class Capture:
             if snapshot is None:
                 return
             assert snapshot.job is not None
-            snapshot.job.wait(None)
+            self._wait(snapshot.job, snapshot.step)
             self._audit(snapshot, None)
             snapshot.fenced = True
             self._open = None

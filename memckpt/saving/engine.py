@@ -14,17 +14,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
-from memckpt import _native, faults
+from memckpt import faults
 from memckpt.comm.base import SPINS, Communicator
 from memckpt.errors import DeadlineExceeded, MemckptError
 from memckpt.format.seal import Generation
 from memckpt.memory.slots import SlotPool
-from memckpt.saving.commit import NO, NOT_YET, YES, Vote
+from memckpt.saving.commit import NO, NO_REASON, NOT_YET, YES, Vote, Why
 from memckpt.saving.outgoing import FreshSource, History, SealedSource
-from memckpt.saving.replicate import RING, Begin, Held, Pace, Receiving, Sending
+from memckpt.saving.replicate import Begin, Held, Pace, Receiving, Sending
 
 _IDLE_S = 0.05
 _SHORTEST_SLEEP_S = 20e-6
@@ -70,8 +67,8 @@ class Outcome:
         From `step()` until everything that this rank sends and holds was sealed, in seconds.
     committed_s : float
         Until the vote was known.
-    reason : str
-        Why it was dropped.
+    reason : Why
+        Of a save that was dropped.
     """
 
     step: int
@@ -79,8 +76,7 @@ class Outcome:
     protect: bool
     replicated_s: float
     committed_s: float
-    reason: str = ""
-    rank_of_no: int | None = None
+    reason: Why = NO_REASON
 
 
 class Engine:
@@ -121,7 +117,6 @@ class Engine:
         self._save: Save | None = None
         self._sending: list[Sending] = []
         self._receiving: list[Receiving | Held] = []
-        self._rings: dict[int, list[npt.NDArray[np.uint8]]] = {}
         self._vote: Vote | None = None
         self._moved = 0.0
         self._last_beat = 0.0
@@ -172,18 +167,19 @@ class Engine:
             if self._thread is None:
                 self._guarded_poll()
                 time.sleep(_SHORTEST_SLEEP_S)
-            else:
-                self._idle.wait(0.02)
+            elif not self._idle.wait(0.02) and not self._thread.is_alive():
+                self.fail(RuntimeError("the background thread has ended without a word"))
         return not self.busy
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread. What is outstanding stays so; slots and seals stay as they are."""
+        """End the thread. Seals and slots stay as they are, but for slots with an unfinished receive, which go."""
         self._stop.set()
         self._wake.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
-        # Eight MiB for each client; a receive that never ended keeps its own buffer for as long as it must.
-        self._rings.clear()
+        for receiving in self._receiving:
+            if isinstance(receiving, Receiving):
+                receiving.abandon()
         self._receiving = []
 
     def _run(self) -> None:
@@ -249,8 +245,8 @@ class Engine:
         complete = all(s.done for s in self._sending) and all(r.done for r in self._receiving)
         if complete and self._replicated_s is None:
             self._replicated_s = time.monotonic() - save.started
-        ballot, reason, elsewhere = self._ballot(save, complete)
-        moved |= self._vote.poll(ballot, reason, cause_elsewhere=elsewhere)
+        ballot, why = self._ballot(save, complete)
+        moved |= self._vote.poll(ballot, why)
         now = time.monotonic()
         if moved:
             self._moved = now
@@ -279,30 +275,24 @@ class Engine:
                 step=save.step,
                 generation=save.generation,
                 run=self.history.run,
-                ring=self._ring(client),
             )
             for client in save.clients
         ]
         self._sending = [Sending(self._comm, save.source, begin, holder, save.pace) for holder in save.holders]
 
-    def _ring(self, client: int) -> list[npt.NDArray[np.uint8]]:
-        if client not in self._rings:
-            self._rings[client] = [np.zeros(_native.CHUNK_BYTES, dtype=np.uint8) for _ in range(RING)]
-        return self._rings[client]
-
-    def _ballot(self, save: Save, complete: bool) -> tuple[int, str, bool]:
-        """Yes when all is sealed here; no only when nothing of this rank is under way any more.
-
-        With a no its reason, and whether that only follows from what another rank did.
-        """
+    def _ballot(self, save: Save, complete: bool) -> tuple[int, Why]:
+        """Yes when all is sealed here; no only when nothing of this rank is under way any more."""
         seal = save.source.seal_bytes()
         if not complete or seal is None:
-            return NOT_YET, "", False
+            return NOT_YET, NO_REASON
         failed = [r for r in self._receiving if not r.sealed]
-        reasons = [r.reason or "not sealed" for r in failed]
-        if not seal:
-            reasons.insert(0, save.source.reason or "not sealed")
-        return (NO, "; ".join(reasons), bool(seal) and all(r.torn for r in failed)) if reasons else (YES, "", False)
+        own = [] if seal else [save.source.reason or "not sealed"]
+        own += [r.reason or "not sealed" for r in failed if not r.torn]
+        if own:
+            return NO, Why(self._comm.rank, "; ".join(own))
+        if failed:  # all torn by their owners, whose word this is
+            return NO, Why(failed[0].source, failed[0].reason or "not sealed")
+        return YES, NO_REASON
 
     def _end(self, save: Save, vote: Vote) -> None:
         assert vote.outcome is not None
@@ -313,9 +303,7 @@ class Engine:
             self._pool.drop()
         faults.point("commit.pinned", self._comm.rank, save.step)
         now = time.monotonic() - save.started
-        outcome = Outcome(
-            save.step, vote.outcome, save.protect, self._replicated_s or now, now, vote.reason, vote.rank_of_no
-        )
+        outcome = Outcome(save.step, vote.outcome, save.protect, self._replicated_s or now, now, vote.reason)
         self._save = self._vote = None
         self._sending, self._receiving = [], []
         self._on_outcome(outcome)

@@ -317,16 +317,19 @@ class Saving:
                 f"step {outcome.step} was not committed: {outcome.reason}",
                 run=self._parts.run,
                 step=outcome.step,
-                rank=outcome.rank_of_no,
+                rank=outcome.reason.rank if outcome.reason.rank >= 0 else None,
             )
             if self._options.on_error == "raise":
                 raise error
             warnings.warn(str(error), RuntimeWarning, stacklevel=3)
 
-    def stop(self, timeout_s: float) -> None:
-        """End the engine's thread and let go of the slots; files and seals stay as they are."""
+    def stop(self, timeout_s: float, *, park: bool = False) -> None:
+        """End the engine's thread and let go of the slots; files and seals stay as they are.
+
+        With `park` the arena keeps the mappings for the generation that follows in this process.
+        """
         self.engine.stop(timeout_s)
-        self.pool.close()
+        self.pool.close(park=park)
 
     def _on_outcome(self, outcome: Outcome) -> None:
         self._tally.count(outcome)

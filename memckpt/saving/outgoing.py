@@ -31,7 +31,7 @@ class FreshSource:
         self.snapshot = snapshot
         self._history = history
         self._seal: bytes | None = None
-        self.reason: str | None = None
+        self.reason = ""
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +97,7 @@ class SealedSource:
         self._seal = encode(seal) if seal is not None else b""
         self.nbytes = slot.nbytes if slot is not None else 0
         self.watermark = len(seal.crcs) if seal is not None else 0
-        self.reason: str | None = None if seal is not None else "the base has lost its seal"
+        self.reason = "" if seal is not None else "the base has lost its seal"
 
     @property
     def memory(self) -> _native.SharedMemory:

@@ -9,13 +9,13 @@ index  length            content
 0      512               2 bytes little-endian length, `Begin` in msgpack, padding
 1..n   4 MiB, last less  the chunks of the file
 n + 1  from `nbytes`     8 bytes little-endian length, the owner's seal, padding;
-                         length 0: torn, do not seal
+                         length 0: torn, do not seal; the reason follows, UTF-8
 ====== ================= ==========================================================
 
 A transfer runs to its end or to a communicator error, whatever happens to the snapshot: a torn owner goes on sending, a
-holder without room goes on receiving, so that nothing of a save is outstanding after its vote. Chunks arrive in a small
-ring and are copied into the slot with their CRC; a slot's address is never a receive buffer, since a receive that was
-matched before a revoke may still write.
+holder without room goes on receiving, so that nothing of a save is outstanding after its vote. Chunks arrive in the
+slot itself and are checksummed there. A receive that was matched before a revoke may still write long after it, so a
+slot with an unfinished receive at an error is abandoned for good: its file goes, and nobody can take it for a free one.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ from memckpt.memory.slots import SlotPool
 SENDS = 4
 """Chunks that an owner has under way at once."""
 
-RING = 2
-"""Receive buffers for each client: one is filled while the other, still in the cache, is copied into the slot."""
+RECEIVES = 4
+"""Chunks that a holder has under way at once."""
 
 _BEGIN_NBYTES = 512
+_REASON_NBYTES = 1024
 _TAGS = 32_000  # every transport has tags up to 32,767; the order between equal tags is kept
 
 
@@ -88,6 +89,10 @@ class Source(Protocol):
     @property
     def memory(self) -> _native.SharedMemory:
         """The mapping of the file."""
+
+    @property
+    def reason(self) -> str:
+        """Why there will be no seal."""
 
     def seal_bytes(self) -> bytes | None:
         """The encoded seal, empty when there will be none, None while that is not known."""
@@ -141,7 +146,8 @@ class Sending:
         if self._stage == "chunks":
             moved |= self._send_chunks()
         if self._stage == "seal" and (seal := self._source.seal_bytes()) is not None:
-            message = len(seal).to_bytes(8, "little") + seal
+            body = seal or self._source.reason.encode(errors="replace")[:_REASON_NBYTES]
+            message = len(seal).to_bytes(8, "little") + body
             self._send(message.ljust(seal_message_nbytes(self._begin.nbytes), b"\0"), self._chunks + 1)
             self._stage = "end"
             moved = True
@@ -171,12 +177,14 @@ class Receiving:
 
     Attributes
     ----------
+    source : int
+        The owner.
     sealed : bool
         The replica is whole and sealed.
     reason : str or None
         Why it is not going to be.
     torn : bool
-        The owner did not seal its own snapshot.
+        Only because the owner did not seal its own snapshot; `reason` is its word.
     """
 
     def __init__(
@@ -189,16 +197,14 @@ class Receiving:
         step: int,
         generation: Generation,
         run: str,
-        ring: list[npt.NDArray[np.uint8]],
     ) -> None:
         self._comm = comm
         self._pool = pool
-        self._source = source
+        self.source = source
         self._seq = seq
         self._step = step
         self._generation = generation
         self._run = run
-        self._ring = ring
         self._begin_buffer = np.zeros(_BEGIN_NBYTES, dtype=np.uint8)
         self._begin_request: Request | None = comm.irecv(self._begin_buffer, source, tag(seq, 0))
         self._nbytes = 0
@@ -210,6 +216,7 @@ class Receiving:
         self._seal_buffer: np.ndarray | None = None
         self._seal_request: Request | None = None
         self._slot: Slot | None = None
+        self._sink: npt.NDArray[np.uint8] | None = None
         self.done = False
         self.sealed = False
         self.torn = False
@@ -227,9 +234,9 @@ class Receiving:
             return True
         moved = False
         while self._requests and self._requests[0].test():
-            self._requests.popleft()
-            self._land()
+            nbytes = self._requests.popleft().nbytes
             self._post()
+            self._land(nbytes)
             moved = True
         if self._seal_request is not None and not self._requests and self._seal_request.test():
             self._seal_request = None
@@ -242,22 +249,22 @@ class Receiving:
             message = self._begin_buffer.tobytes()
             begin = msgspec.msgpack.decode(message[2 : 2 + int.from_bytes(message[:2], "little")], type=Begin)
         except msgspec.MsgspecError as error:
-            raise ProtocolError(f"rank {self._source} sent no valid announcement: {error}", run=self._run) from error
+            raise ProtocolError(f"rank {self.source} sent no valid announcement: {error}", run=self._run) from error
         if begin.seq != self._seq or begin.nbytes < 0:
             raise ProtocolError(
-                f"rank {self._source} sends save {begin.seq} of {begin.nbytes} bytes where save {self._seq} is due",
+                f"rank {self.source} sends save {begin.seq} of {begin.nbytes} bytes where save {self._seq} is due",
                 run=self._run,
-                rank=self._source,
+                rank=self.source,
             )
         if begin.step != self._step:
             self._fail(f"it sends step {begin.step} where step {self._step} is due")
         self._nbytes = begin.nbytes
         self._chunks = chunk_count(begin.nbytes)
         self._make_room()
-        while self._posted < min(self._chunks, len(self._ring)):
+        for _ in range(RECEIVES if self._slot is not None else 1):
             self._post()
         self._seal_buffer = np.zeros(seal_message_nbytes(begin.nbytes), dtype=np.uint8)
-        self._seal_request = self._comm.irecv(self._seal_buffer, self._source, tag(self._seq, self._chunks + 1))
+        self._seal_request = self._comm.irecv(self._seal_buffer, self.source, tag(self._seq, self._chunks + 1))
 
     def _make_room(self) -> None:
         if not self._nbytes or self.reason:
@@ -265,37 +272,51 @@ class Receiving:
         try:
             self._slot = self._pool.take(self._nbytes)
         except (OSError, MemckptError) as error:
-            self._fail(f"no room for the replica of rank {self._source}: {error}")
+            self._fail(f"no room for the replica of rank {self.source}: {error}")
             return
         if self._slot is None:
-            self._fail(f"no free slot for the replica of rank {self._source}")
+            self._fail(f"no free slot for the replica of rank {self.source}")
             return
-        self._pool.holdings[self._source].pending = self._slot
+        self._pool.holdings[self.source].pending = self._slot
         faults.point("replicate.slot", self._comm.rank, self._step)
 
     def _post(self) -> None:
         if self._posted >= self._chunks:
             return
         start, end = chunk_range(self._posted, self._nbytes)
-        buffer = self._ring[self._posted % len(self._ring)][: end - start]
-        self._requests.append(self._comm.irecv(buffer, self._source, tag(self._seq, self._posted + 1)))
+        buffer: memoryview | npt.NDArray[np.uint8]
+        if self._slot is not None:
+            buffer = memoryview(self._slot.memory)[start:end]
+        else:
+            if self._sink is None:
+                self._sink = np.empty(_native.CHUNK_BYTES, dtype=np.uint8)
+            buffer = self._sink[: end - start]
+        self._requests.append(self._comm.irecv(buffer, self.source, tag(self._seq, self._posted + 1)))
         self._posted += 1
 
-    def _land(self) -> None:
+    def _land(self, nbytes: int) -> None:
         start, end = chunk_range(self._landed, self._nbytes)
-        buffer = self._ring[self._landed % len(self._ring)][: end - start]
+        if nbytes != end - start:
+            self._fail(f"rank {self.source} sent {nbytes} bytes of chunk {self._landed}, which has {end - start}")
         if self._slot is not None:
-            self._crcs.append(_native.copy_crc(self._slot.memory, start, buffer))
+            with memoryview(self._slot.memory)[start:end] as chunk:
+                self._crcs.append(_native.crc32c(chunk))
         self._landed += 1
         faults.point("replicate.landed", self._comm.rank, self._step)
+
+    def abandon(self) -> None:
+        """After an error: give up the slot where a receive is unfinished, which may still write into it. Local."""
+        if self._requests and self._slot is not None:
+            self._pool.abandon(self._slot)
 
     def _finish(self) -> None:
         self.done = True
         assert self._seal_buffer is not None
         length = int.from_bytes(self._seal_buffer[:8].tobytes(), "little")
         if length == 0 or length > len(self._seal_buffer) - 8:
-            self.torn = True
-            self._fail(f"rank {self._source} did not seal its snapshot")
+            self.torn = self.reason is None
+            cause = self._seal_buffer[8:].tobytes().rstrip(b"\0").decode(errors="replace")
+            self._fail(cause or "not sealed")
         if self._slot is None or self.reason is not None:
             return
         try:
@@ -310,13 +331,13 @@ class Receiving:
         faults.point("replicate.sealed", self._comm.rank, self._step)
 
     def _check(self, seal: Seal) -> None:
-        due = (self._run, self._source, self._step, self._generation, self._nbytes)
+        due = (self._run, self.source, self._step, self._generation, self._nbytes)
         if (seal.run, seal.shard, seal.step, seal.generation, seal.nbytes) != due:
             raise ProtocolError(
-                f"rank {self._source} sent the seal of shard {seal.shard}, step {seal.step}, generation "
+                f"rank {self.source} sent the seal of shard {seal.shard}, step {seal.step}, generation "
                 f"{seal.generation.counter}, {seal.nbytes} bytes, where {due} is due",
                 run=self._run,
-                rank=self._source,
+                rank=self.source,
                 step=self._step,
             )
         bad = [i for i, (ours, theirs) in enumerate(zip(self._crcs, seal.crcs, strict=True)) if ours != theirs]
@@ -324,7 +345,7 @@ class Receiving:
             raise ProtocolError(
                 f"the replica differs from the owner's snapshot in chunk {bad[0]} ({len(bad)} of {self._chunks})",
                 run=self._run,
-                rank=self._source,
+                rank=self.source,
                 step=self._step,
             )
 
@@ -337,13 +358,13 @@ class Held:
 
     Attributes
     ----------
-    sealed, reason, torn, done
+    sealed, reason, torn, done, source
         As of a `Receiving`.
     """
 
     def __init__(self, slot: Slot | None, shard: int) -> None:
         self._slot = slot
-        self._shard = shard
+        self.source = shard
         self._job: _native.CopyJob | None = None
         self.done = False
         self.sealed = False
@@ -361,7 +382,7 @@ class Held:
             return False
         bad = self._job.bad_chunks()
         if len(bad):
-            self.reason = f"its replica of rank {self._shard} differs from its seal in chunk {bad[0]}"
+            self.reason = f"its replica of rank {self.source} differs from its seal in chunk {bad[0]}"
         self.done, self.sealed = True, not len(bad)
         return True
 
@@ -369,9 +390,9 @@ class Held:
         try:
             seal = self._slot.read_seal() if self._slot is not None else None
         except (OSError, MemckptError) as error:
-            seal, self.reason = None, f"the seal of its replica of rank {self._shard} cannot be read: {error}"
+            seal, self.reason = None, f"the seal of its replica of rank {self.source} cannot be read: {error}"
         if seal is None or self._slot is None:
-            self.reason = self.reason or f"it holds no replica of rank {self._shard}"
+            self.reason = self.reason or f"it holds no replica of rank {self.source}"
             self.done = True
             return
         nothing = np.zeros(0, dtype=np.uint64)

@@ -118,4 +118,3 @@ def _source(name: str, value: Any, allow_pickle: bool) -> Source:
         "(as in {'progress': {'epoch': 3}}) or give it state_dict() and load_state_dict()",
         path=name,
     )
-

@@ -86,9 +86,7 @@ def relaunch_and_check(reference: dict[tuple[str, str], str], env: dict[str, str
 
 
 @pytest.mark.parametrize("point", points(SAVE_POINTS, MORE_SAVE_POINTS))
-def test_death_at_each_point_of_a_save(
-    reference: dict[tuple[str, str], str], env: dict[str, str], point: str
-) -> None:
+def test_death_at_each_point_of_a_save(reference: dict[tuple[str, str], str], env: dict[str, str], point: str) -> None:
     first = harness.start(2, PROGRAM, str(TOTAL), env={**env, "MEMCKPT_FAULT": f"{point}:1:3=kill"}).finish(60)
     assert not first.timed_out
     assert not words(first, "final")
