@@ -1,0 +1,496 @@
+"""Checkpoints in a storage: written whole or not at all, found by looking, removed marker first."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from memckpt import _native, storage
+from memckpt.errors import CorruptSnapshot, ProtocolError, SaveFailed, UsageError
+from memckpt.format.seal import Base, Generation, Seal, encode
+from memckpt.storage import marker as markers
+from memckpt.storage.base import Part, Storage
+from memckpt.storage.checkpoints import Stored, prune, scan, write_marker, write_shard
+from memckpt.storage.marker import Marker, ShardRecord, decode, directory_name, versions
+from memckpt.storage.reading import Bad, read_seal, read_shard, verify
+
+FIRST, SECOND = Generation(1, "a" * 16), Generation(2, "b" * 16)
+CHUNK = 1000
+NBYTES = 2500
+
+
+def content(shard: int, step: int, nbytes: int = NBYTES) -> bytes:
+    return random.Random(f"{shard} {step}").randbytes(nbytes)
+
+
+def seal_of(data: bytes, shard: int, step: int, *, chunk_nbytes: int = CHUNK, **changes: Any) -> Seal:
+    crcs = [_native.crc32c(data[at : at + chunk_nbytes]) for at in range(0, len(data), chunk_nbytes)]
+    fields: dict[str, Any] = {
+        "run": "gpt", "job": "7", "shard": shard, "world": 2, "generation": FIRST, "base": None, "step": step,
+        "layout": f"{shard:032x}", "nbytes": len(data), "chunk_nbytes": chunk_nbytes, "crcs": crcs, "created": 17.5,
+    }  # fmt: skip
+    return Seal(**fields | changes)
+
+
+def marker_of(records: list[ShardRecord], step: int, generation: Generation = FIRST, **changes: Any) -> Marker:
+    fields: dict[str, Any] = {
+        "run": "gpt", "job": "7", "world": len(records), "generation": generation, "step": step,
+        "created": 1000.0 + step, "shards": tuple(records), "versions": versions(),
+    }  # fmt: skip
+    return Marker(**fields | changes)
+
+
+def write(to: Storage, step: int, generation: Generation = FIRST, world: int = 2, nbytes: int = NBYTES) -> Marker:
+    """What a save leaves that got as far as its shards."""
+    records = []
+    for shard in range(world):
+        data = content(shard, step, nbytes)
+        seal = seal_of(data, shard, step, generation=generation, world=world)
+        records.append(write_shard(to, "gpt", seal, data))
+    return marker_of(records, step, generation)
+
+
+def save(to: Storage, step: int, generation: Generation = FIRST, **more: Any) -> Marker:
+    marker = write(to, step, generation, **more)
+    write_marker(to, "gpt", marker)
+    return marker
+
+
+def only(to: Storage, run: str | None = "gpt") -> Stored:
+    (found,) = scan(to, run)
+    return found
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Storage:
+    return storage.open(tmp_path)
+
+
+def at(root: Path, step: int = 5, generation: Generation = FIRST) -> Path:
+    return root / "gpt" / directory_name(step, generation.id)
+
+
+def flip(path: Path, where: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[where] ^= 1
+    path.write_bytes(data)
+
+
+# -- writing and reading -----------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_its_files_byte_for_byte(disk: Storage, tmp_path: Path) -> None:
+    marker = save(disk, 1200)
+    directory = tmp_path / "gpt" / ("step-000001200-" + "a" * 16)
+    names = ["rank-00000.safetensors", "rank-00000.seal.json", "rank-00001.safetensors", "rank-00001.seal.json"]
+    assert sorted(p.name for p in directory.iterdir()) == ["checkpoint.json", *names]
+    for shard in (0, 1):
+        data = content(shard, 1200)
+        assert (directory / f"rank-0000{shard}.safetensors").read_bytes() == data
+        assert (directory / f"rank-0000{shard}.seal.json").read_bytes() == encode(seal_of(data, shard, 1200))
+    found = only(disk)
+    assert (found.complete, found.reason, found.step, found.generation) == (True, "", 1200, FIRST)
+    assert found.created == 2200.0
+    assert found.nbytes == sum(p.stat().st_size for p in directory.iterdir())
+    assert msgspec.structs.replace(found.marker or marker, crc=0) == marker
+    assert verify(disk, found) == []
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, CHUNK, 3 * CHUNK + 7])
+@pytest.mark.parametrize("piece_nbytes", [1, 300, CHUNK, 2300, 1 << 20])
+def test_every_size_comes_back_whatever_the_pieces(disk: Storage, nbytes: int, piece_nbytes: int) -> None:
+    data = content(0, 5, nbytes)
+    record = write_shard(disk, "gpt", seal_of(data, 0, 5, world=1), data, piece_nbytes=piece_nbytes)
+    write_marker(disk, "gpt", marker_of([record], 5))
+    memory = bytearray(b"\xee" * (nbytes + 9))
+    seal = read_shard(disk, only(disk), 0, memory, threads=3)
+    assert memory == data + b"\xee" * 9
+    assert msgspec.structs.replace(seal, crc=0) == seal_of(data, 0, 5, world=1)
+
+
+def test_a_slot_is_written_and_filled_where_it_lies(disk: Storage, tmp_path: Path) -> None:
+    nbytes, step = 9 << 20, 5
+    slot = _native.SharedMemory.create(str(tmp_path / "slot"), nbytes + 4096)
+    data = content(0, step, nbytes)
+    memoryview(slot)[:nbytes] = data
+    paced: list[int] = []
+    seal = seal_of(data, 0, step, chunk_nbytes=4 << 20, world=1)
+    record = write_shard(disk, "gpt", seal, slot, pace=paced.append)
+    write_marker(disk, "gpt", marker_of([record], step))
+    assert paced == [8 << 20, 1 << 20]
+    memoryview(slot)[:nbytes] = bytes(nbytes)
+    read_shard(disk, only(disk), 0, slot)
+    assert bytes(memoryview(slot)[:nbytes]) == data
+    slot.close()  # BufferError if anything still held on to it
+
+
+class GaveUp(Exception):
+    pass
+
+
+def test_giving_up_leaves_nothing_and_lets_go_of_the_memory(disk: Storage, tmp_path: Path) -> None:
+    slot = _native.SharedMemory.create(str(tmp_path / "slot"), NBYTES)
+    memoryview(slot)[:] = content(0, 5)
+    calls = 0
+
+    def pace(nbytes: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise GaveUp
+
+    with pytest.raises(GaveUp) as caught:
+        write_shard(disk, "gpt", seal_of(content(0, 5), 0, 5), slot, pace=pace, piece_nbytes=600)
+    slot.close()
+    assert caught.traceback  # the frames are still held here
+    assert disk.entries("gpt", 2) == [("gpt/" + at(tmp_path).name + "/", 0)]
+
+
+def test_damaged_memory_is_not_written(disk: Storage) -> None:
+    data = content(0, 5)
+    seal = seal_of(data, 0, 5)
+    for where, chunk in [(0, 0), (1999, 1), (NBYTES - 1, 2)]:
+        bad = bytearray(data)
+        bad[where] ^= 1
+        with pytest.raises(CorruptSnapshot, match=f"chunk {chunk} ") as caught:
+            write_shard(disk, "gpt", seal, bad, piece_nbytes=700)
+        assert (caught.value.rank, caught.value.step) == (0, 5)
+    assert [path for path, _ in disk.entries() if not path.endswith("/")] == []
+
+
+def test_what_is_complete_is_never_written_again(disk: Storage, tmp_path: Path) -> None:
+    marker = save(disk, 5)
+    before = {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in at(tmp_path).iterdir()}
+    other = content(1, 6)
+    with pytest.raises(FileExistsError) as caught:
+        write_shard(disk, "gpt", seal_of(other, 1, 5), other)
+    assert caught.value.errno == errno.EEXIST
+    with pytest.raises(FileExistsError):
+        write_marker(disk, "gpt", msgspec.structs.replace(marker, created=9.0))
+    assert before == {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in at(tmp_path).iterdir()}
+    save(disk, 5, SECOND)  # another history has another name
+    assert [s.generation for s in scan(disk, "gpt")] == [FIRST, SECOND]
+
+
+def test_a_shard_without_marker_may_be_written_again(disk: Storage) -> None:
+    write(disk, 5)
+    save(disk, 5)
+    assert verify(disk, only(disk)) == []
+
+
+def test_wrong_arguments_change_nothing(disk: Storage) -> None:
+    data = content(0, 5)
+    with pytest.raises(UsageError, match="2499 are there"):
+        write_shard(disk, "gpt", seal_of(data, 0, 5), data[:-1])
+    with pytest.raises(UsageError, match="run"):
+        write_shard(disk, "other", seal_of(data, 0, 5), data)
+    for name in ("", ".hidden", "a/b", "a\\b", "x" * 101, "a\n"):
+        with pytest.raises(UsageError):
+            write_shard(disk, name, seal_of(data, 0, 5, run=name), data)
+    assert disk.entries() == []
+
+
+def test_no_marker_before_every_file_is_there(disk: Storage, tmp_path: Path) -> None:
+    marker = write(disk, 5)
+    for name, what in [("rank-00001.safetensors", "missing"), ("rank-00000.seal.json", "missing")]:
+        aside = at(tmp_path) / name
+        aside.rename(tmp_path / "aside")
+        with pytest.raises(SaveFailed, match=f"{name} is {what}"):
+            write_marker(disk, "gpt", marker)
+        (tmp_path / "aside").rename(aside)
+    os.truncate(at(tmp_path) / "rank-00001.safetensors", NBYTES - 1)
+    with pytest.raises(SaveFailed, match="2499 bytes instead of 2500"):
+        write_marker(disk, "gpt", marker)
+    assert not only(disk).complete
+
+
+def test_read_shard_refuses_every_flipped_bit_it_meets(disk: Storage, tmp_path: Path) -> None:
+    save(disk, 5)
+    found = only(disk)
+    data = at(tmp_path) / "rank-00001.safetensors"
+    for where, chunk in [(0, 0), (1000, 1), (NBYTES - 1, 2)]:
+        flip(data, where)
+        with pytest.raises(CorruptSnapshot, match=f"chunk {chunk} differs") as caught:
+            read_shard(disk, found, 1, bytearray(NBYTES))
+        assert (caught.value.rank, caught.value.step) == (1, 5)
+        assert verify(disk, found) == [
+            Bad(1, f"{found.path}/rank-00001.safetensors", chunk, "differs from its checksum")
+        ]
+        flip(data, where)
+    os.truncate(data, 1500)
+    with pytest.raises(CorruptSnapshot, match="chunk 1 is cut off"):
+        read_shard(disk, found, 1, bytearray(NBYTES))
+    assert [(b.chunk, b.reason[:10]) for b in verify(disk, found)] == [(1, "is cut off"), (2, "is cut off")]
+    data.unlink()
+    with pytest.raises(FileNotFoundError):
+        read_shard(disk, found, 1, bytearray(NBYTES))
+    (bad,) = verify(disk, found)
+    assert (bad.shard, bad.chunk) == (1, None)
+    assert "rank-00001.safetensors" in bad.reason
+    memory = bytearray(NBYTES)
+    read_shard(disk, found, 0, memory)
+    assert memory == content(0, 5)
+
+
+def test_a_seal_of_another_checkpoint_is_refused(disk: Storage, tmp_path: Path) -> None:
+    marker = save(disk, 5)
+    found = only(disk)
+    path = at(tmp_path) / "rank-00000.seal.json"
+    good = path.read_bytes()
+    flip(path, 20)
+    with pytest.raises(CorruptSnapshot, match="not the one"):
+        read_seal(disk, found, 0)
+    assert [(b.shard, b.path.rpartition("/")[2], b.chunk) for b in verify(disk, found)] == [
+        (0, "rank-00000.seal.json", None)
+    ]
+    data = content(0, 5)
+    for wrong in (
+        seal_of(data, 0, 6), seal_of(data, 1, 5), seal_of(data, 0, 5, generation=SECOND), seal_of(data, 0, 5, job=""),
+        seal_of(data, 0, 5, base=Base(SECOND, 3)), seal_of(data, 0, 5, layout="0" * 31 + "f"), seal_of(data[1:], 0, 5),
+    ):  # fmt: skip
+        path.write_bytes(encode(wrong))  # such a marker is wrong, but checksums alone would not say so
+        record = markers.record(wrong, encode(wrong))
+        record = msgspec.structs.replace(marker.shards[0], seal_nbytes=record.seal_nbytes, seal_crc=record.seal_crc)
+        lies = Stored(*list(vars(found).values())[:6], msgspec.structs.replace(marker, shards=(record,), world=2), 0)
+        with pytest.raises(CorruptSnapshot, match="seal and marker"):
+            read_seal(disk, lies, 0)
+    path.write_bytes(good)
+    assert read_seal(disk, found, 0).step == 5
+
+
+def test_read_shard_wants_a_shard_and_room(disk: Storage) -> None:
+    save(disk, 5)
+    found = only(disk)
+    for memory in (bytes(NBYTES), bytearray(NBYTES - 1)):
+        with pytest.raises(UsageError, match="writable bytes"):
+            read_shard(disk, found, 0, memory)
+    with pytest.raises(UsageError, match="shard 2"):
+        read_shard(disk, found, 2, bytearray(NBYTES))
+
+
+# -- scanning ----------------------------------------------------------------------------------------------------------
+
+
+def damage(directory: Path, kind: str) -> str:
+    """Damage a checkpoint as a crash or a hand would; what the reason has to say."""
+    data, marker = directory / "rank-00001.safetensors", directory / "checkpoint.json"
+    if kind == "shard dropped":
+        data.unlink()
+        return "rank-00001.safetensors is missing"
+    if kind == "seal dropped":
+        (directory / "rank-00000.seal.json").unlink()
+        return "rank-00000.seal.json is missing"
+    if kind == "shard one byte short":
+        os.truncate(data, NBYTES - 1)
+        return "rank-00001.safetensors has 2499 bytes instead of 2500"
+    if kind == "shard empty":
+        os.truncate(data, 0)
+        return "rank-00001.safetensors has 0 bytes"
+    if kind == "no marker":
+        marker.unlink()
+        return "no marker"
+    if kind == "marker empty":
+        os.truncate(marker, 0)
+        return "marker: its own checksum"
+    if kind == "marker flipped":
+        flip(marker, 30)
+        return "marker: its own checksum"
+    if kind == "marker of another":
+        marker.write_bytes(markers.encode(marker_of(list(decode(marker.read_bytes()).shards), 4)))
+        return "marker: it is of run 'gpt', step 4"
+    if kind == "marker lists an absent rank":
+        found = decode(marker.read_bytes())
+        more = msgspec.structs.replace(found.shards[1], shard=2)
+        marker.write_bytes(markers.encode(marker_of([*found.shards, more], 5)))
+        return "rank-00002.safetensors is missing"
+    assert kind == "half written"
+    marker.unlink()
+    data.rename(directory / f".tmp-{'0' * 16}-{data.name}")
+    return "no marker; 1 files are half written"
+
+
+KINDS = (
+    "shard dropped", "seal dropped", "shard one byte short", "shard empty", "no marker", "marker empty",
+    "marker flipped", "marker of another", "marker lists an absent rank", "half written",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_checkpoint_is_skipped_with_the_reason(disk: Storage, tmp_path: Path, kind: str) -> None:
+    save(disk, 3)
+    save(disk, 5)
+    reason = damage(at(tmp_path), kind)
+    older, newer = scan(disk, "gpt")
+    assert (older.step, older.complete) == (3, True)
+    assert (newer.step, newer.complete) == (5, False)
+    assert newer.reason.startswith(reason)
+    assert newer.generation_id == FIRST.id
+    before = sorted(at(tmp_path).iterdir())
+    assert prune(disk, [newer], running=FIRST.id) == []
+    assert sorted(at(tmp_path).iterdir()) == before, "the running generation may still be at it"
+    assert prune(disk, [newer], running=SECOND.id) == [newer]
+    assert not at(tmp_path).exists()
+    assert only(disk) == older
+
+
+def test_an_unreadable_marker_is_a_reason_not_an_end(disk: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(disk, 3)
+    save(disk, 5)
+    real = disk.get
+
+    def get(path: str, offset: int, buffer: memoryview) -> int:
+        if "000000005" in path:
+            raise OSError(errno.EIO, "Input/output error", path)
+        return real(path, offset, buffer)
+
+    monkeypatch.setattr(disk, "get", get)
+    older, newer = scan(disk, "gpt")
+    assert older.complete
+    assert not newer.complete
+    assert "Input/output error" in newer.reason
+
+
+def test_strays_are_told_and_left_alone(disk: Storage, tmp_path: Path) -> None:
+    save(disk, 5)
+    run = tmp_path / "gpt"
+    (run / "checkpoint-abc").mkdir()
+    (run / "checkpoint-abc" / "rank-00000.safetensors").write_bytes(b"mine")
+    (run / "notes.txt").write_text("mine")
+    (run / "step-5-aaaaaaaaaaaaaaaa").mkdir()
+    (run / f"step-0000000005-{'a' * 16}").mkdir()  # a zero too many: another name for the same step
+    (run / f"step-000000006-{'a' * 16}").write_text("a file of that name")
+    (run / "nowhere").symlink_to("/nowhere/at/all")
+    found = scan(disk, "gpt")
+    strays = [s for s in found if s.stray]
+    names = ["checkpoint-abc", "notes.txt", "step-0000000005-" + "a" * 16, "step-000000006-" + "a" * 16]
+    assert [s.path.removeprefix("gpt/") for s in strays] == [*names, "step-5-aaaaaaaaaaaaaaaa"]
+    assert all(s.reason.startswith("stray") and not s.complete for s in strays)
+    before = sorted(tmp_path.rglob("*"))
+    assert prune(disk, strays) == []
+    assert sorted(tmp_path.rglob("*")) == before
+    assert [s.step for s in found if s.complete] == [5]
+
+
+def test_files_of_others_in_a_checkpoint_survive_it(disk: Storage, tmp_path: Path) -> None:
+    save(disk, 5)
+    (at(tmp_path) / "README").write_text("mine")
+    (at(tmp_path) / f".tmp-{'0' * 16}-rank-00001.safetensors").write_bytes(b"left by a crash")
+    found = only(disk)
+    assert found.complete
+    assert prune(disk, [found]) == [found]
+    assert [p.name for p in at(tmp_path).iterdir()] == ["README"]
+    assert only(disk).reason == "no marker"
+
+
+def test_scan_of_all_runs(disk: Storage, tmp_path: Path) -> None:
+    save(disk, 5)
+    data = content(0, 1)
+    record = write_shard(disk, "another", seal_of(data, 0, 1, run="another", world=1), data)
+    write_marker(disk, "another", marker_of([record], 1, run="another"))
+    (tmp_path / "deep" / "a" / "b" / "c").mkdir(parents=True)
+    (tmp_path / "deep" / "a" / "b" / "c" / "file").write_text("not looked at")
+    (tmp_path / "empty").mkdir()
+    assert [(s.run, s.step, s.complete) for s in scan(disk)] == [
+        ("another", 1, True), ("deep", -1, False), ("gpt", 5, True)
+    ]  # fmt: skip
+    assert [s.run for s in scan(disk, "another")] == ["another"]
+    assert scan(disk, "never-ran") == []
+    assert scan(storage.open(tmp_path / "not-there")) == []
+
+
+def test_an_empty_directory_is_incomplete_and_goes(disk: Storage, tmp_path: Path) -> None:
+    at(tmp_path).mkdir(parents=True)
+    found = only(disk)
+    assert (found.step, found.complete, found.reason) == (5, False, "no marker")
+    assert prune(disk, [found]) == [found]
+    assert scan(disk, "gpt") == []
+    assert (tmp_path / "gpt").is_dir()
+
+
+def test_what_has_become_complete_is_not_pruned_as_incomplete(disk: Storage) -> None:
+    marker = write(disk, 5)
+    seen = only(disk)
+    write_marker(disk, "gpt", marker)
+    assert not seen.complete
+    assert prune(disk, [seen]) == []
+    assert only(disk).complete
+
+
+def test_pruned_is_in_the_order_given(disk: Storage) -> None:
+    for step in (1, 2, 3):
+        save(disk, step)
+    one, two, three = scan(disk, "gpt")
+    assert prune(disk, [two, one], running=FIRST.id) == [two, one]
+    assert scan(disk, "gpt") == [three]
+
+
+# -- the marker --------------------------------------------------------------------------------------------------------
+
+
+def test_marker_round_trip_and_golden_bytes() -> None:
+    record = ShardRecord(shard=0, nbytes=10, layout="f" * 32, seal_nbytes=20, seal_crc=7)
+    marker = marker_of(
+        [record], 1200, SECOND, base=Base(FIRST, 1100), versions={"memckpt": "0.1.0"}, metrics={"loss": 2.5}
+    )
+    data = markers.encode(marker)
+    assert data == (
+        b'{"format":1,"run":"gpt","job":"7","world":1,"generation":{"counter":2,"id":"bbbbbbbbbbbbbbbb"},'
+        b'"base":{"generation":{"counter":1,"id":"aaaaaaaaaaaaaaaa"},"step":1100},"step":1200,"created":2200.0,'
+        b'"shards":[{"shard":0,"nbytes":10,"layout":"ffffffffffffffffffffffffffffffff","seal_nbytes":20,"seal_crc":7}],'
+        b'"versions":{"memckpt":"0.1.0"},"metrics":{"loss":2.5},"crc":390993717}'
+    )
+    assert msgspec.structs.replace(decode(data), crc=0) == marker
+    assert {*versions()} == {"memckpt", "torch", "python"}
+
+
+def test_metrics_that_are_no_numbers_do_not_spoil_a_checkpoint() -> None:
+    record = ShardRecord(shard=0, nbytes=10, layout="", seal_nbytes=20, seal_crc=7)
+    made = marker_of([record], 5, metrics={"loss": float("nan"), "gain": float("inf"), "x": 1.0})
+    assert decode(markers.encode(made)).metrics == {"loss": None, "gain": None, "x": 1.0}
+
+
+def with_crc(text: bytes) -> bytes:
+    return text[:-1] + b',"crc":%d}' % _native.crc32c(text)
+
+
+def test_every_flipped_bit_and_every_cut_of_a_marker_is_seen() -> None:
+    record = ShardRecord(shard=0, nbytes=10, layout="f" * 32, seal_nbytes=20, seal_crc=7)
+    data = markers.encode(marker_of([record], 5, versions={}))
+    for i in range(len(data)):
+        with pytest.raises((CorruptSnapshot, ProtocolError)):
+            decode(data[:i])
+        for bit in range(8):
+            with pytest.raises((CorruptSnapshot, ProtocolError)):
+                decode(data[:i] + bytes([data[i] ^ 1 << bit]) + data[i + 1 :])
+
+
+def test_a_marker_with_a_right_checksum_can_still_lie() -> None:
+    record = ShardRecord(shard=0, nbytes=10, layout="f" * 32, seal_nbytes=20, seal_crc=7)
+    body = markers.encode(marker_of([record], 5, versions={}))
+    text = body[: body.rindex(b',"crc":')] + b"}"
+    assert decode(with_crc(text)).step == 5
+    for old, new in [
+        (b'"format":1', b'"format":2'), (b'"step":5', b'"step":-5'), (b'"world":1', b'"world":2'),
+        (b'"shard":0', b'"shard":1'), (b"a" * 16, b"A" * 16), (b'"nbytes":10', b'"nbytes":9223372036854775808'),
+        (b'"step":5', b'"step":"5"'), (b'"step":5', b'"step":5,"more":1'), (b'"run":"gpt"', b'"run":"\xff"'),
+    ]:  # fmt: skip
+        assert old in text
+        with pytest.raises((CorruptSnapshot, ProtocolError)):
+            decode(with_crc(text.replace(old, new, 1)))
+    with pytest.raises(CorruptSnapshot, match="longer"):
+        decode(b" " * (markers.MAX_NBYTES + 1))
+    for bad in (marker_of([], 5), marker_of([record], -1), marker_of([record], 5, world=2)):
+        with pytest.raises(UsageError):
+            markers.encode(bad)
+
+
+def test_a_huge_marker_is_not_read_into_memory(disk: Storage, tmp_path: Path) -> None:
+    disk.put([Part(f"gpt/{at(tmp_path).name}/checkpoint.json", 1, [b"x"])])
+    os.truncate(at(tmp_path) / "checkpoint.json", 1 << 40)
+    assert only(disk).reason == f"marker: longer than {markers.MAX_NBYTES} bytes"
