@@ -16,7 +16,7 @@ from memckpt.errors import CorruptSnapshot, ProtocolError, SaveFailed, UsageErro
 from memckpt.format.seal import Base, Generation, Seal, encode
 from memckpt.storage import marker as markers
 from memckpt.storage.base import Part, Storage
-from memckpt.storage.checkpoints import Stored, prune, scan, write_marker, write_shard
+from memckpt.storage.checkpoints import Stored, prune, scan, shards_there, write_marker, write_shard
 from memckpt.storage.marker import Marker, ShardRecord, decode, directory_name, versions
 from memckpt.storage.reading import Bad, read_seal, read_shard, verify
 
@@ -194,6 +194,23 @@ def test_wrong_arguments_change_nothing(disk: Storage) -> None:
         with pytest.raises(UsageError):
             write_shard(disk, name, seal_of(data, 0, 5, run=name), data)
     assert disk.entries() == []
+
+
+def test_shards_are_seen_as_they_come(disk: Storage, tmp_path: Path) -> None:
+    seals = [seal_of(content(shard, 5), shard, 5) for shard in (0, 1)]
+    assert shards_there(disk, seals[0]) == {}
+    second = write_shard(disk, "gpt", seals[1], content(1, 5))
+    assert shards_there(disk, seals[0]) == {1: second}
+    assert shards_there(disk, seal_of(content(0, 5), 0, 5, generation=SECOND)) == {}
+    for other in (seal_of(content(0, 5), 0, 5, job="8"), seal_of(content(0, 5), 0, 5, base=Base(SECOND, 1))):
+        assert shards_there(disk, other) == {}, "a seal of another checkpoint under that name"
+    first = write_shard(disk, "gpt", seals[0], content(0, 5))
+    known = shards_there(disk, seals[1])
+    assert known == {0: first, 1: second}
+    for damaged in ("rank-00001.seal.json", "rank-00000.safetensors"):
+        os.truncate(at(tmp_path) / damaged, 100)
+    assert shards_there(disk, seals[1]) == {}
+    assert shards_there(disk, seals[1], known={0: first}) == {0: first}, "not looked at again"
 
 
 def test_no_marker_before_every_file_is_there(disk: Storage, tmp_path: Path) -> None:
@@ -450,9 +467,16 @@ def test_marker_round_trip_and_golden_bytes() -> None:
 
 
 def test_metrics_that_are_no_numbers_do_not_spoil_a_checkpoint() -> None:
-    record = ShardRecord(shard=0, nbytes=10, layout="", seal_nbytes=20, seal_crc=7)
-    made = marker_of([record], 5, metrics={"loss": float("nan"), "gain": float("inf"), "x": 1.0})
-    assert decode(markers.encode(made)).metrics == {"loss": None, "gain": None, "x": 1.0}
+    data = content(0, 5)
+    seal = seal_of(data, 0, 5, world=1, generation=SECOND, base=Base(FIRST, 3))
+    said = {"loss": float("nan"), "gain": float("inf"), "x": 1.0}
+    made = markers.make(seal, [markers.record(seal, encode(seal))], metrics=said)
+    assert decode(markers.encode(made)).metrics == {"x": 1.0}
+    assert markers.checkpoint_of(made) == markers.checkpoint_of(seal)
+    assert (made.created, made.shards[0].nbytes) == (17.5, NBYTES)
+    assert markers.make(seal, made.shards).metrics is None
+    with pytest.raises(UsageError, match="not finite"):
+        markers.encode(msgspec.structs.replace(made, metrics=said))
 
 
 def with_crc(text: bytes) -> bytes:

@@ -8,14 +8,15 @@ power cut included, what has a valid marker is complete, and what has none is no
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from typing_extensions import Buffer
 
 from memckpt import _native, faults
-from memckpt.errors import CorruptSnapshot, MemckptError, SaveFailed, UsageError
+from memckpt.errors import CorruptSnapshot, MemckptError, ProtocolError, SaveFailed, UsageError
 from memckpt.format.seal import MAX_NBYTES, Generation, Seal
+from memckpt.format.seal import decode as decode_seal
 from memckpt.format.seal import encode as encode_seal
 from memckpt.storage import marker as names
 from memckpt.storage.base import Part, Storage
@@ -199,6 +200,49 @@ def _reached(shard: int, step: int) -> Callable[[str, str], None]:
         faults.point(f"storage.{kind}_{stage}", shard, step)
 
     return reached
+
+
+def shards_there(
+    storage: Storage, seal: Seal, *, known: Mapping[int, ShardRecord] | None = None
+) -> dict[int, ShardRecord]:
+    """The shards of one checkpoint that are written, each with its record for the marker. Local, reads only.
+
+    Their names may not be durable yet. `write_marker` makes them so, by flushing their directory, before it returns.
+
+    Parameters
+    ----------
+    storage : Storage
+        Where to look.
+    seal : Seal
+        Of any shard of the checkpoint.
+    known : mapping, optional
+        What was found before; not looked at again.
+
+    Returns
+    -------
+    dict of int to ShardRecord
+        By shard, `known` included. A shard whose seal cannot be read, or is of another checkpoint, is not in it.
+    """
+    directory = f"{names.run_directory(seal.run)}/{names.directory_name(seal.step, seal.generation.id)}"
+    found = {**(known or {})}
+    sizes = _sizes(storage, directory)
+    for shard in range(seal.world):
+        data, sealed = names.data_name(shard), names.seal_name(shard)
+        if shard in found or data not in sizes or not 0 < sizes.get(sealed, 0) <= MAX_NBYTES:
+            continue
+        encoded = bytearray(sizes[sealed])
+        try:
+            storage.get(f"{directory}/{sealed}", 0, memoryview(encoded))
+            says = decode_seal(bytes(encoded))
+        except (CorruptSnapshot, ProtocolError, FileNotFoundError):
+            continue
+        if (
+            says.shard == shard
+            and says.nbytes == sizes[data]
+            and names.checkpoint_of(says) == names.checkpoint_of(seal)
+        ):
+            found[shard] = names.record(says, bytes(encoded))
+    return found
 
 
 def write_marker(storage: Storage, run: str, marker: Marker) -> None:

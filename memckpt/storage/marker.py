@@ -7,8 +7,10 @@ and ``checkpoint.json``. The generation's id in the name keeps histories apart, 
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import platform
 import re
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -102,8 +104,8 @@ class Marker(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         One for each rank, in order.
     versions : dict of str to str
         What wrote it; see `versions`.
-    metrics : dict of str to (float or None), optional
-        What the user said of this step. NaN and infinities come back as None: JSON has no word for them.
+    metrics : dict of str to float, optional
+        What the user said of this step; finite, as JSON has no word for NaN and infinities.
     crc : int
         CRC32C of the record itself; set by `encode`, checked by `decode`.
     """
@@ -118,7 +120,7 @@ class Marker(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     created: float
     shards: tuple[ShardRecord, ...]
     versions: dict[str, str] = {}
-    metrics: dict[str, float | None] | None = None
+    metrics: dict[str, float] | None = None
     crc: int = 0
 
     @property
@@ -131,6 +133,11 @@ class _Format(msgspec.Struct):
     format: int
 
 
+def checkpoint_of(record: Seal | Marker) -> tuple[object, ...]:
+    """What all seals of a checkpoint, and its marker, have to have alike. Local."""
+    return record.run, record.job, record.world, record.generation, record.base, record.step
+
+
 def record(seal: Seal, encoded: bytes) -> ShardRecord:
     """The record of a shard, from its seal and the seal's bytes. Local."""
     return ShardRecord(
@@ -139,6 +146,25 @@ def record(seal: Seal, encoded: bytes) -> ShardRecord:
         layout=seal.layout,
         seal_nbytes=len(encoded),
         seal_crc=_native.crc32c(encoded),
+    )
+
+
+def make(seal: Seal, shards: Sequence[ShardRecord], *, metrics: Mapping[str, float] | None = None) -> Marker:
+    """The marker of a checkpoint, of which `seal` is any shard's. Local.
+
+    Metrics that are not finite are left out: a loss that went to NaN must not cost the checkpoint.
+    """
+    return Marker(
+        run=seal.run,
+        job=seal.job,
+        world=seal.world,
+        generation=seal.generation,
+        base=seal.base,
+        step=seal.step,
+        created=seal.created,
+        shards=tuple(shards),
+        versions=versions(),
+        metrics=None if metrics is None else {k: float(v) for k, v in metrics.items() if math.isfinite(v)},
     )
 
 
@@ -210,4 +236,6 @@ def _problem(marker: Marker) -> str:
         return "a generation's id is not 16 hex digits"
     if not marker.shards or [s.shard for s in marker.shards] != list(range(marker.world)):
         return f"the shards are not those of {marker.world} ranks"
+    if not all(math.isfinite(value) for value in [marker.created, *(marker.metrics or {}).values()]):
+        return "a time or a metric that is not finite"
     return ""

@@ -46,8 +46,7 @@ def read_seal(storage: Storage, stored: Stored, rank: int) -> Seal:
     if got != record.seal_nbytes or _native.crc32c(data) != record.seal_crc:
         raise CorruptSnapshot("the seal is not the one that the marker speaks of", path=path)
     seal = decode_seal(bytes(data))
-    says = (seal.run, seal.job, seal.world, seal.generation, seal.base, seal.step)
-    if says != (marker.run, marker.job, marker.world, marker.generation, marker.base, marker.step):
+    if names.checkpoint_of(seal) != names.checkpoint_of(marker):
         raise CorruptSnapshot("seal and marker are of different checkpoints", path=path)
     if (seal.shard, seal.nbytes, seal.layout) != (record.shard, record.nbytes, record.layout):
         raise CorruptSnapshot("seal and marker disagree on the shard", path=path)

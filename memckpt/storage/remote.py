@@ -73,11 +73,11 @@ class RemoteStorage(Storage):
     def put(self, parts: Sequence[Part], reached: Reached = unheard) -> None:
         """See `Storage.put`; object stores show each file as soon as it is complete. Local."""
         directory = directory_of(parts)
+        targets = [(part, self._full(part.path)) for part in parts]
         if not self._objects:
             with self._naming(directory):
-                self._fs.makedirs(self._full(directory), exist_ok=True)
-        for part in parts:
-            path = self._full(part.path)
+                self._fs.makedirs(targets[0][1].rpartition("/")[0], exist_ok=True)
+        for part, path in targets:
             if self._objects:
                 self._upload(path, part, reached)
             else:
@@ -86,13 +86,24 @@ class RemoteStorage(Storage):
                 try:
                     self._upload(scratch, part, reached)
                     with self._naming(part.path):
-                        self._fs.mv(scratch, path)
+                        self._rename(scratch, path)
                 except BaseException:
                     with contextlib.suppress(Exception):
                         self._fs.rm_file(scratch)
                     raise
             reached("named", part.path)
         reached("durable", parts[-1].path)
+
+    def _rename(self, source: str, target: str) -> None:
+        fs = self._fs
+        if fs.isfile(target):
+            fs.rm_file(target)  # SFTP does not replace
+        if type(fs).mv is import_module("fsspec").AbstractFileSystem.mv:
+            # fsspec's own way for who has none: it copies, and takes a name like "gpt[7]" for a pattern.
+            fs.cp_file(source, target)
+            fs.rm_file(source)
+        else:
+            fs.mv(source, target)
 
     def _upload(self, path: str, part: Part, reached: Reached) -> None:
         with self._naming(part.path):
@@ -126,7 +137,7 @@ class RemoteStorage(Storage):
                 data = self._fs.cat_file(full, start=offset, end=offset + len(buffer))
             except Exception:
                 # A range behind the end is an error to some; which one differs.
-                if offset == 0 or self._fs.info(full)["size"] > offset:
+                if self._fs.info(full)["size"] > offset:
                     raise
                 return 0
         buffer[: len(data)] = data
