@@ -10,7 +10,7 @@ own
 peer
     `restore()` where one node's snapshots have lost their seals, so that rank fetches from its peer into memory that
     is there already, against one raw MPI send and one plain copy. `peer_new_node`: the same where the memory has to
-    be made ready first.
+    be made ready first, against that in addition.
 back, back_stopped
     From SIGKILL (SIGSTOP) of a rank of a running job to the end of the first step after it on every rank. A spare on
     a node of its own takes the rank's place, and fetches from the peer. NAME_detect, NAME_regroup, ...: the phases,
@@ -77,6 +77,7 @@ def measure_restores() -> None:
     from mpi4py import MPI
 
     import memckpt
+    from memckpt import _native
 
     world, rounds = MPI.COMM_WORLD, int(os.environ[_ROUNDS])
     training = big(int(os.environ[_BYTES]))
@@ -144,6 +145,20 @@ def measure_restores() -> None:
             world.Recv(target.numpy(), 1)
         return slowest(time.perf_counter() - begin)
 
+    def make_ready() -> float:
+        """New pages for one rank, which the kernel has to clear first."""
+        path = f"{os.environ['MEMCKPT_SHM']}/ready"
+        world.Barrier()
+        begin = time.perf_counter()
+        if world.rank == 0:
+            memory = _native.SharedMemory.create(path, training.nbytes)
+            memory.populate(len(os.sched_getaffinity(0)))
+        seconds = slowest(time.perf_counter() - begin)
+        if world.rank == 0:
+            memory.close()
+            os.unlink(path)
+        return seconds
+
     figures: dict[str, list[float]] = {}
     for turn in range(rounds + 1):  # the first one does not count
         for name, action in {
@@ -151,6 +166,7 @@ def measure_restores() -> None:
             "copy": copy,
             "peer": lambda: restored(lose_seals, "peer"),
             "send": send,
+            "ready": make_ready,
             "peer_new_node": lambda: restored(lose_all, "peer"),
         }.items():
             seconds = action()
@@ -390,6 +406,7 @@ def main() -> None:
         limit = _common.against("one raw MPI send + one plain copy", ms["send"] + ms["copy"])
         results.append(_common.result("own", ms["own"], "ms", _common.against("one plain copy", ms["copy"])))
         results.append(_common.result("peer", ms["peer"], "ms", limit))
+        limit = _common.against("the same and new memory made ready", ms["send"] + ms["copy"] + ms["ready"])
         results.append(_common.result("peer_new_node", ms["peer_new_node"], "ms", limit))
     for name in names[1:]:
         if name not in arguments.only:

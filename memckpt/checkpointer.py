@@ -180,7 +180,6 @@ class Checkpointer:
         seq = self._saving.seq if self._saving is not None else 0
         parts.lock.update(recovery.generation)
         self._saving = Saving(parts, self._capture, self._decisions, recovery, self._tally, seq)
-        parts.arena.close_parked()
         self._last_step = base.step if base is not None else 0
         self._stepped = False
         self._tally.set(step=self._last_step)

@@ -94,3 +94,38 @@ def test_an_abandoned_slot_makes_room_for_a_new_one(arena: Arena) -> None:
     assert new is not None and new.name != pending.name
     new.close()
     pool.close()
+
+
+def test_a_leased_slot_is_kept_while_newer_ones_are_committed(arena: Arena) -> None:
+    pool = SlotPool(arena, [0], threads=1, leases=1)
+
+    def save() -> Path:
+        slot = pool.take(NBYTES)
+        assert slot is not None
+        pool.holdings[0].pending = slot
+        pool.commit()
+        return Path(slot.path)
+
+    save()
+    leased = pool.lease(0)
+    assert leased is not None and pool.lease(0) is None
+    memoryview(leased.memory)[:2] = b"ok"
+    later = [save() for _ in range(4)]
+    assert Path(leased.path) not in later and len({*later}) == 2, "the others take turns"
+    assert bytes(memoryview(leased.memory)[:2]) == b"ok"
+    pool.release(leased)
+    assert Path(leased.path) in [save() for _ in range(3)]
+    assert pool.nbytes() == 3 * NBYTES
+    pool.close()
+
+
+def test_a_lease_of_the_newest_ends_without_freeing_it(arena: Arena) -> None:
+    pool = SlotPool(arena, [0], threads=1, leases=1)
+    pool.holdings[0].pending = pool.take(NBYTES)
+    pool.commit()
+    leased = pool.lease(0)
+    assert leased is not None
+    pool.release(leased)
+    assert pool.holdings[0].committed is leased
+    assert {pool.take(NBYTES), pool.take(NBYTES)} & {leased} == set()
+    pool.close()

@@ -39,22 +39,27 @@ class SlotPool:
         Own shard first, then the shards of which this rank holds replicas.
     threads : int
         Threads that populate a new slot.
+    leases : int
+        Own slots more than two, so that a snapshot may be read for longer than it is the newest: 1 where snapshots are
+        persisted.
     """
 
-    def __init__(self, arena: Arena, shards: list[int], *, threads: int) -> None:
+    def __init__(self, arena: Arena, shards: list[int], *, threads: int, leases: int = 0) -> None:
         self._arena = arena
         self._threads = threads
         self._lock = threading.RLock()
         self._free: list[Slot] = []
         self._fallback: list[Slot] = []
+        self._leased: list[Slot] = []
+        self._leases = leases
         self._closed = False
         self.populate_s = 0.0
         self.holdings = {shard: Holding(shard) for shard in shards}
 
     @property
     def capacity(self) -> int:
-        """Slots that this rank may have in all: two for each shard, own or held."""
-        return 2 * len(self.holdings)
+        """Slots that this rank may have in all: two for each shard, own or held, and those that may be leased."""
+        return 2 * len(self.holdings) + self._leases
 
     def adopt(self, free: Iterable[str], pinned: Iterable[Pinned], base: Base | None, own: Slot | None) -> None:
         """Take over the slots of this node that a restore gave to this rank.
@@ -105,7 +110,10 @@ class SlotPool:
             return self._create(nbytes) if len(pinned) - len(self._fallback) < self.capacity else None
 
     def warm(self) -> None:
-        """Map the pages of slots that existed already, so that their next write meets no fault; from the background."""
+        """Map the pages of slots that existed already, so that their next write meets no fault, and let go of mappings
+        that a restore left over; from the background, since both take long.
+        """
+        self._arena.close_parked()
         with self._lock:
             cold = [slot for slot in (*self._free, *self._pinned()) if not slot.mapped]
         for slot in cold:
@@ -137,13 +145,32 @@ class SlotPool:
         else:
             self._remove(slot)
 
+    def lease(self, shard: int) -> Slot | None:
+        """Keep the newest committed slot of a shard until `release`, whatever is committed after it; None where there
+        is none, or no more may be leased.
+        """
+        with self._lock:
+            slot = self.holdings[shard].committed
+            if slot is None or len(self._leased) >= self._leases:
+                return None
+            self._leased.append(slot)
+            return slot
+
+    def release(self, slot: Slot) -> None:
+        """End a lease; the slot is free unless it is still the newest."""
+        with self._lock:
+            if slot in self._leased and not self._closed:
+                self._leased.remove(slot)
+                if slot not in self._pinned():
+                    self._give_back(slot)
+
     def commit(self) -> None:
         """The step in flight is committed: it becomes each shard's newest, what it replaces becomes free."""
         with self._lock:
             for holding in self.holdings.values():
                 if holding.pending is not None:
                     old, holding.committed, holding.pending = holding.committed, holding.pending, None
-                    if old is not None:
+                    if old is not None and old not in self._leased:
                         self._give_back(old)
             fallback, self._fallback = self._fallback, []
             for slot in fallback:
@@ -187,7 +214,8 @@ class SlotPool:
 
     def _pinned(self) -> list[Slot]:
         held = [s for h in self.holdings.values() for s in (h.committed, h.pending)]
-        return [s for s in (*held, *self._fallback) if s is not None]
+        pinned = [s for s in (*held, *self._fallback) if s is not None]
+        return pinned + [s for s in self._leased if s not in pinned]
 
     def _create(self, nbytes: int) -> Slot:
         slot = self._arena.create_slot(nbytes, threads=self._threads)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -190,12 +189,7 @@ class Attempt:
             verdict = Verdict(problem=describe(error, self._rank))
         receive = receive_rest(self._comm, self._offer, self._mine.server, self.fetched)
         try:
-            with ThreadPoolExecutor(1, thread_name_prefix="memckpt-fetch") as worker:
-                # Page faults of a first write cost more than the copy; they are taken while the first chunks come.
-                # The bytes are reserved already: where this fails, the receives take the faults.
-                if self.fetched is not None:
-                    worker.submit(self.fetched.map, self._session.threads)
-                *_, why = drive([*sends, receive], self._deadline_s, "snapshots of other nodes")
+            *_, why = drive([*sends, receive], self._deadline_s, "snapshots of other nodes")
         except BaseException:
             self._abandon_fetched()
             raise
@@ -227,7 +221,7 @@ class Attempt:
         spare = list(self._mine.free)
         while True:
             try:
-                return arena.create_slot(self._mine.nbytes, populate=False)
+                return arena.create_slot(self._mine.nbytes, threads=self._session.threads)
             except MemoryError:
                 if not spare:
                     raise

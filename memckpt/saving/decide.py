@@ -14,7 +14,44 @@ import numpy as np
 from memckpt.comm.base import Communicator, Request, wait
 from memckpt.errors import StepMismatch
 
-_NO_STEP = np.iinfo(np.int64).max  # neutral in the minimum: a closing rank has no step of its own
+_NOBODY = np.iinfo(np.int64).max  # neutral in the minimum: a closing rank has no step of its own
+
+
+@dataclass(frozen=True)
+class Word:
+    """What one rank says at an exchange; in brackets what becomes of it over all ranks.
+
+    Attributes
+    ----------
+    step : int or None
+        Where it is; None when it is leaving [must be equal].
+    settled : bool
+        It knows the outcome of the last save and could start the next [all].
+    clock_ms : int
+        Milliseconds on its monotonic clock since the generation began [the slowest].
+    preempted : bool
+        It was told to stop [any].
+    persist_idle : bool
+        It has nothing left to write to storage [all].
+    troubled : bool
+        Writing to storage failed here and not every rank knows [the first rank].
+    persisted_step : int
+        Newest step that it knows to be complete in storage, -1 for none [the newest].
+    cost_us, step_us, replicate_us : int
+        Measured here: training time that a save costs, usual duration of a step, from a save's begin to its commit, in
+        microseconds; 0 while not known [the largest].
+    """
+
+    step: int | None
+    settled: bool
+    clock_ms: int = 0
+    preempted: bool = False
+    persist_idle: bool = True
+    troubled: bool = False
+    persisted_step: int = -1
+    cost_us: int = 0
+    step_us: int = 0
+    replicate_us: int = 0
 
 
 @dataclass(frozen=True)
@@ -29,15 +66,27 @@ class Agreed:
         Every rank knows the outcome of the last save and has a slot for the next.
     leaving : bool
         Some rank is closing.
+    clock_ms, preempted, persist_idle, persisted_step, cost_us, step_us, replicate_us
+        As in `Word`, over all ranks.
+    troubled : int or None
+        The first rank whose writing to storage failed.
     """
 
     step: int | None
     settled: bool
     leaving: bool
+    clock_ms: int = 0
+    preempted: bool = False
+    persist_idle: bool = True
+    troubled: int | None = None
+    persisted_step: int = -1
+    cost_us: int = 0
+    step_us: int = 0
+    replicate_us: int = 0
 
 
 class Decisions:
-    """The exchanges of one generation. Training thread only; collective in the sense that every rank makes the same
+    """The exchanges of one Checkpointer. Training thread only; collective in the sense that every rank makes the same
     number.
 
     Parameters
@@ -58,15 +107,13 @@ class Decisions:
         self._last: Agreed | None = None
         self.count = 0
 
-    def exchange(self, step: int | None, *, settled: bool, poll: Callable[[], object] | None = None) -> Agreed | None:
+    def exchange(self, word: Word, *, poll: Callable[[], object] | None = None) -> Agreed | None:
         """Say where this rank is, and learn what all ranks said one exchange ago.
 
         Parameters
         ----------
-        step : int or None
-            Step of this rank; None when it is leaving.
-        settled : bool
-            This rank knows the outcome of the last save and could start the next.
+        word : Word
+            What this rank has to say.
         poll : callable, optional
             Called while waiting (drives replication where there is no background thread).
 
@@ -82,11 +129,7 @@ class Decisions:
         PeerLost, DeadlineExceeded
         """
         before = self.complete(poll=poll)
-        leaving = step is None
-        values = np.array(
-            [_NO_STEP if step is None else step, _NO_STEP if step is None else -step, int(settled), int(not leaving)],
-            dtype=np.int64,
-        )
+        values = _encode(word, self._comm.rank)
         self._pending = (values, self._comm.iallreduce_min(values))
         self.count += 1
         return before
@@ -98,13 +141,51 @@ class Decisions:
         values, request = self._pending
         wait([request], self._deadline_s, f"the decision of every rank on step {values[0]}", poll=poll)
         self._pending = None
-        low, high, settled, staying = (int(v) for v in values)
-        if low == _NO_STEP:
-            self._last = Agreed(None, bool(settled), True)
-        elif low != -high:
+        low, negative_high = int(values[0]), int(values[1])
+        if low != _NOBODY and low != -negative_high:
             raise StepMismatch(
-                f"ranks called step() with different numbers: from {low} to {-high}", run=self._run, step=low
+                f"ranks called step() with different numbers: from {low} to {-negative_high}", run=self._run, step=low
             )
-        else:
-            self._last = Agreed(low, bool(settled), not staying)
+        self._last = _decode(values)
         return self._last
+
+
+def _encode(word: Word, rank: int) -> np.ndarray:
+    """As numbers whose minimum over all ranks says what is wanted of them."""
+    leaving = word.step is None
+    return np.array(
+        [
+            _NOBODY if word.step is None else word.step,
+            _NOBODY if word.step is None else -word.step,
+            word.settled,
+            not leaving,
+            word.clock_ms,
+            not word.preempted,
+            word.persist_idle,
+            rank if word.troubled else _NOBODY,
+            -word.persisted_step,
+            -word.cost_us,
+            -word.step_us,
+            -word.replicate_us,
+        ],
+        dtype=np.int64,
+    )
+
+
+def _decode(values: np.ndarray) -> Agreed:
+    low, _, settled, staying, clock_ms, going_on, persist_idle, troubled, persisted, cost, step, replicate = (
+        int(v) for v in values
+    )
+    return Agreed(
+        step=None if low == _NOBODY else low,
+        settled=bool(settled),
+        leaving=low == _NOBODY or not staying,
+        clock_ms=clock_ms,
+        preempted=not going_on,
+        persist_idle=bool(persist_idle),
+        troubled=None if troubled == _NOBODY else troubled,
+        persisted_step=-persisted,
+        cost_us=-cost,
+        step_us=-step,
+        replicate_us=-replicate,
+    )

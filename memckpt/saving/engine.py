@@ -128,7 +128,9 @@ class Engine:
         self._idle.set()
         self.failure: BaseException | None = None
         self._thread: threading.Thread | None = None
-        if comm.concurrent:
+        if not comm.concurrent:
+            pool.warm()
+        else:
             self._thread = threading.Thread(target=self._run, name="memckpt-engine", daemon=True)
             self._thread.start()
 

@@ -19,7 +19,7 @@ from memckpt.memory.slots import SlotPool
 from memckpt.recovery.recover import Recovery
 from memckpt.reports import Stats
 from memckpt.saving.capture import Capture, Snapshot
-from memckpt.saving.decide import Agreed, Decisions
+from memckpt.saving.decide import Agreed, Decisions, Word
 from memckpt.saving.engine import Engine, Outcome, Save
 from memckpt.saving.outgoing import FreshSource, History, SealedSource
 from memckpt.saving.replicate import Held, Pace
@@ -132,8 +132,11 @@ class Saving:
 
     def at(self, n: int, fired: Iterable[object]) -> None:
         """Training is at step `n`: exchange, and begin what is due. Collective."""
-        agreed = self._decisions.exchange(n, settled=not self.engine.busy, poll=self.engine.pump)
+        agreed = self._decisions.exchange(self._word(n), poll=self.engine.pump)
         self._begin_what_is_due(n, self._is_clear(agreed), fired, leaving=False)
+
+    def _word(self, n: int | None) -> Word:
+        return Word(n, settled=not self.engine.busy)
 
     def refuse(self, n: int, last: int) -> None:
         """This rank is at a step that does not follow `last`: let every other rank hear of it, and raise.
@@ -145,7 +148,7 @@ class Saving:
         UsageError
             All are at this one.
         """
-        self._decisions.exchange(n, settled=False, poll=self.engine.pump)
+        self._decisions.exchange(Word(n, settled=False), poll=self.engine.pump)
         self._decisions.complete(poll=self.engine.pump)
         raise UsageError(f"step({n}) after step {last}: steps are counted one by one", run=self._parts.run, step=n)
 
@@ -153,7 +156,7 @@ class Saving:
         """Answer the decisions and votes of ranks that are still stepping until every rank is leaving. Collective."""
         end = time.monotonic() + self._options.deadline_s
         while True:
-            agreed = self._decisions.exchange(None, settled=not self.engine.busy, poll=self.engine.pump)
+            agreed = self._decisions.exchange(self._word(None), poll=self.engine.pump)
             clear = self._is_clear(agreed)
             now = self._decisions.complete(poll=self.engine.pump)
             assert now is not None
