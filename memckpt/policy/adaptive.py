@@ -47,8 +47,8 @@ class Adaptive(SavePolicy):
     mtbf_s : float, optional
         Mean time between failures of the whole job, in seconds; default: as observed.
     uncovered : float
-        Share of failures that memory does not cover (an owner and all its buddies at once), for `persist_every_s`;
-        above 0, at most 1. The default is a guess, and it need not be good: the interval goes with its root, so a guess
+        Share of failures that memory does not cover (an owner and all its buddies at once), for the storage tier; above
+        0, at most 1. The default is a guess, and it need not be good: the interval goes with its root, so a guess
         that is wrong by a factor of four doubles or halves it and adds a quarter to the waste.
 
     Raises
@@ -68,18 +68,21 @@ class Adaptive(SavePolicy):
             check_seconds("Adaptive(mtbf_s)", self.mtbf_s)
 
     def should_save(self, step: int, previous: Sequence[SaveInfo], *, context: SaveContext) -> bool:
-        """Whether to save now; see the class. Local, pure."""
+        """Whether to save, or with ``context.tier == "storage"`` to persist, now; see the class. Local, pure."""
+        in_memory = context.tier == "memory"
         if not previous:
             return True
         last = previous[-1]
         if last.ended_s is None or last.step == step:
             return False
-        if context.cost_s is None and step - last.step < _LEARNING_STEPS:
+        cost_s = context.cost_s if in_memory else context.persist_cost_s
+        if cost_s is None and step - last.step < _LEARNING_STEPS:
             return False
         compares = context.step_s is not None and step // _WINDOW_STEPS != last.step // _WINDOW_STEPS
         if compares and context.now_s - last.ended_s < _QUIET_STEPS * (context.step_s or 0.0):
             return False
-        return context.now_s - last.started_s >= self.save_every_s(context)
+        every_s = self.save_every_s(context) if in_memory else self.persist_every_s(context)
+        return context.now_s - last.started_s >= every_s
 
     def save_every_s(self, context: SaveContext) -> float:
         """Seconds from the start of one save to the start of the next, in the memory tier. Local, pure."""

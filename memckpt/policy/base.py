@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Literal, TypeGuard
 
 from memckpt.errors import UsageError
 
@@ -52,6 +53,8 @@ class SaveContext:
         How long this run has been training, over all its generations.
     failures : int
         Failures seen in that time.
+    tier : {"memory", "storage"}
+        Whose saves are asked for: `previous` are then the persists of the storage tier.
     """
 
     now_s: float
@@ -64,6 +67,7 @@ class SaveContext:
     persist_cost_s: float | None = None
     uptime_s: float = 0.0
     failures: int = 0
+    tier: Literal["memory", "storage"] = "memory"
 
 
 class SavePolicy(ABC):
@@ -137,6 +141,14 @@ def checked_steps(what: str, steps: Iterable[int]) -> range | tuple[int, ...]:
     for step in listed:
         check_whole(f"each step of {what}", step, least=0)
     return tuple(sorted(set(listed)))
+
+
+def contains(steps: range | tuple[int, ...], step: int) -> bool:
+    """Whether a step is in a sorted list of steps (or in a range)."""
+    if isinstance(steps, range):
+        return step in steps
+    at = bisect_left(steps, step)
+    return at < len(steps) and steps[at] == step
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -12,7 +12,6 @@ skipped or waited for is the Checkpointer's `on_busy`. Time-based ones do not fa
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +24,7 @@ from memckpt.policy.base import (
     check_seconds,
     check_whole,
     checked_steps,
+    contains,
     describe,
 )
 
@@ -203,14 +203,6 @@ def parse(every: int | str | SavePolicy) -> SavePolicy:
         'every takes a number of steps (100), a time ("30s", "15min", "2h", "1d"), "auto", "continuous" or a save '
         f"policy, not {every!r}"
     )
-
-
-def contains(steps: range | tuple[int, ...], step: int) -> bool:
-    """Whether a step is in a sorted list of steps (or in a range)."""
-    if isinstance(steps, range):
-        return step in steps
-    at = bisect_left(steps, step)
-    return at < len(steps) and steps[at] == step
 
 
 def _parts(name: str, policies: Sequence[int | str | SavePolicy]) -> tuple[SavePolicy, ...]:
