@@ -86,11 +86,9 @@ class Trainer:
 
 def learned(trainer: Trainer) -> None:
     """Train until the cost is known; it has to be soon."""
-    for _ in range(40):
-        if trainer.costs.cost_s is not None:
-            break
-        trainer.train(4 + math.ceil(2 * (trainer.save_s + trainer.blocked_s) / trainer.step_s))
-    assert trainer.costs.cost_s is not None and len(trainer.saves) <= 9
+    while trainer.costs.cost_s is None:
+        trainer.train(1)
+        assert len(trainer.saves) <= 6
 
 
 @settings(deadline=None, max_examples=60)
@@ -162,10 +160,10 @@ def decided(adaptive: Adaptive, step: int, *previous: SaveInfo, **context: float
 def test_until_the_cost_is_known() -> None:
     adaptive = Adaptive()
     assert decided(adaptive, 1), "at once"
-    assert not decided(adaptive, 4, SaveInfo(1, 0.0, 0.5), now_s=9.0)
-    assert decided(adaptive, 5, SaveInfo(1, 0.0, 0.5), now_s=9.0), "every fourth step"
-    assert not decided(adaptive, 5, SaveInfo(1, 0.0, 5.0), now_s=9.0, replicate_s=5.0)
-    assert decided(adaptive, 5, SaveInfo(1, 0.0, 5.0), now_s=10.0, replicate_s=5.0), "half of the time"
+    assert not decided(adaptive, 8, SaveInfo(1, 0.0, 0.5), now_s=9.0)
+    assert decided(adaptive, 9, SaveInfo(1, 0.0, 0.5), now_s=9.0), "every eighth step"
+    assert not decided(adaptive, 9, SaveInfo(1, 0.0, 5.0), now_s=9.0, replicate_s=5.0)
+    assert decided(adaptive, 9, SaveInfo(1, 0.0, 5.0), now_s=10.0, replicate_s=5.0), "half of the time"
     assert not decided(adaptive, 99, SaveInfo(1, 0.0), now_s=1e6), "under way"
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from memckpt.policy.base import SaveContext, SaveInfo, SavePolicy, check_seconds, check_share
 
 # Until the cost is known: steps from one save to the next, so that some between them are free of both.
-_LEARNING_STEPS = 4
+_LEARNING_STEPS = 8
 # Afterwards: once in so many steps, a save waits for so many steps after the last, so that what a step takes without
 # one stays known where saves would otherwise follow each other closely.
 _WINDOW_STEPS = 32
@@ -36,8 +36,8 @@ class Adaptive(SavePolicy):
     interval, so a save paced over half the interval does not make the interval longer. A save that takes longer than
     the interval is followed by the next at the first step after its end.
 
-    The first save is at the first step. While the cost is not known, a save starts every fourth step, or later if that
-    leaves more than half of the time to saves: at twice the usual duration. `StepCosts` knows the cost after about six
+    The first save is at the first step. While the cost is not known, a save starts every eighth step, or later if that
+    leaves more than half of the time to saves: at twice the usual duration. `StepCosts` knows the cost after about five
     saves. From then on, once in 32 steps, three steps pass after the end of a save before the next one, for comparison.
 
     Parameters
