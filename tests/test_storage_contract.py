@@ -198,6 +198,15 @@ def test_remove_takes_files_and_what_that_leaves_empty(storage: Storage) -> None
     assert read(storage, "d/x", 9) == b"3"
 
 
+def test_the_root_stays(storage: Storage, tmp_path: Path) -> None:
+    storage.put([Part("x", 1, [b"1"])])
+    assert storage.entries() == [Entry("x", 1)]
+    storage.remove(["x"])
+    assert storage.entries() == []
+    if isinstance(storage, PosixStorage):
+        assert (tmp_path / "root").is_dir()
+
+
 def test_paths_stay_below_the_root(storage: Storage) -> None:
     for path in ("../x", "d/../../x", "/etc/x", "./x", "d/a\0b"):
         with pytest.raises(UsageError):
@@ -300,3 +309,39 @@ def test_errors_of_other_libraries_have_a_number_and_a_name(monkeypatch: pytest.
         assert caught.value.errno == code
         assert caught.value.filename == "memory://vague/d/x"
         assert caught.value.__cause__ is raised
+
+
+def test_a_rename_that_does_not_replace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SFTP's: the older file, which no marker speaks of, goes first."""
+    memory = pytest.importorskip("fsspec.implementations.memory")
+    renamed: list[str] = []
+
+    class Strict(memory.MemoryFileSystem):  # type: ignore[name-defined,misc]
+        protocol = "strict"
+
+        def mv(self, source: str, target: str) -> None:
+            if self.exists(target):
+                raise FileExistsError(target)
+            renamed.append(target)
+            self.store[target] = self.store.pop(source)
+
+    remote = storages.open("memory://strict")
+    assert isinstance(remote, RemoteStorage)
+    monkeypatch.setattr(remote, "_fs", Strict())
+    put(remote, x=b"older")
+    put(remote, x=b"new")
+    assert renamed == ["/strict/d/x"] * 2
+    assert read(remote, "d/x", 9) == b"new"
+    assert remote.entries() == [Entry("d/x", 3)]
+
+
+def test_listings_are_never_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fsspec")
+    remote = storages.open("memory://listings")
+    assert isinstance(remote, RemoteStorage)
+    calls: list[str] = []
+    monkeypatch.setattr(remote._fs, "invalidate_cache", lambda: calls.append("forget"))
+    monkeypatch.setattr(remote._fs, "find", lambda path, detail: calls.append("find") or {})
+    remote.entries()
+    remote.entries("d", 1)
+    assert calls == ["forget", "find"] * 2

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from memckpt import _native
 from memckpt.errors import CorruptSnapshot
 from memckpt.storage import posix
 from memckpt.storage.base import Part
@@ -221,6 +222,21 @@ def test_any_call_may_fail(disk: Disk, code: int) -> None:
         step += 1
     assert not hit
     assert step > 24, "one save for every call that one makes"
+
+
+def test_an_error_lets_go_of_the_memory(disk: Disk, tmp_path: Path) -> None:
+    slot = _native.SharedMemory.create(str(tmp_path / "slot"), NBYTES)
+    memoryview(slot)[:] = content(0, 1)
+
+    def fail(number: int, call: str, path: str) -> None:
+        if call == "write":
+            raise OSError(errno.ENOSPC, "injected")
+
+    disk.before = fail
+    with pytest.raises(OSError) as caught:
+        write_shard(PosixStorage(f"{disk.base}/ckpts"), "gpt", seal_of(content(0, 1), 0, 1), slot)
+    slot.close()  # BufferError if a frame of the traceback still had a view of it
+    assert caught.traceback
 
 
 def test_flushing_a_directory_may_be_unknown(disk: Disk) -> None:

@@ -140,7 +140,7 @@ def write_shard(
     if seal.run != run:
         raise UsageError(f"a seal of run {seal.run!r} in run {run!r}", run=run, step=seal.step, rank=seal.shard)
     directory = f"{names.run_directory(run)}/{names.directory_name(seal.step, seal.generation.id)}"
-    found = _examine(storage, directory)
+    found = examine(storage, directory)
     if found is not None and found.complete:
         raise FileExistsError(
             errno.EEXIST, "a complete checkpoint, which is never written again", f"{storage.url}/{directory}"
@@ -293,7 +293,8 @@ def _sizes(storage: Storage, directory: str) -> dict[str, int]:
     return {path[len(directory) + 1 :]: nbytes for path, nbytes in storage.entries(directory, 1)}
 
 
-def _examine(storage: Storage, directory: str) -> Stored | None:
+def examine(storage: Storage, directory: str) -> Stored | None:
+    """One checkpoint, by its path; None when there is nothing. Local, reads only."""
     sizes = _sizes(storage, directory)
     return _stored(storage, directory, sizes) if sizes else None
 

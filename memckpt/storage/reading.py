@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from typing_extensions import Buffer
 
 from memckpt import _native
-from memckpt.errors import CorruptSnapshot, MemckptError, UsageError
+from memckpt.errors import CorruptSnapshot, MemckptError, ProtocolError, UsageError
 from memckpt.format.seal import MAX_NBYTES, Seal
 from memckpt.format.seal import decode as decode_seal
 from memckpt.storage import marker as names
@@ -53,6 +53,39 @@ def read_seal(storage: Storage, stored: Stored, rank: int) -> Seal:
     return seal
 
 
+def read_records(storage: Storage, seal: Seal, known: Collection[int] = ()) -> dict[int, ShardRecord]:
+    """What is there already of a checkpoint that is being written, for its marker. Local.
+
+    Parameters
+    ----------
+    seal : Seal
+        Of any shard of the checkpoint.
+    known : collection of int
+        Shards that need not be looked at again.
+
+    Returns
+    -------
+    dict of int to ShardRecord
+        By shard. A shard whose seal is of another checkpoint, or broken, is not there.
+    """
+    directory = f"{names.run_directory(seal.run)}/{names.directory_name(seal.step, seal.generation.id)}"
+    there = {entry.path: entry.nbytes for entry in storage.entries(directory, 1)}
+    records = {}
+    for shard in range(seal.world):
+        path = f"{directory}/{names.seal_name(shard)}"
+        if shard in known or not 0 < there.get(path, 0) <= MAX_NBYTES:
+            continue
+        data = bytearray(there[path])
+        encoded = bytes(data[: storage.get(path, 0, memoryview(data))])
+        try:
+            found = decode_seal(encoded)
+        except (CorruptSnapshot, ProtocolError):
+            continue
+        if names.checkpoint_of(found) == names.checkpoint_of(seal) and found.shard == shard:
+            records[shard] = names.record(found, encoded)
+    return records
+
+
 def read_shard(storage: Storage, stored: Stored, rank: int, memory: Buffer, *, threads: int = 4) -> Seal:
     """Read one shard into memory, verified. Local.
 
@@ -86,19 +119,17 @@ def read_shard(storage: Storage, stored: Stored, rank: int, memory: Buffer, *, t
         if octets.readonly or len(octets) < seal.nbytes:
             raise UsageError(f"{seal.nbytes} writable bytes are needed, {len(octets)} are there", path=path)
 
-        def read(first: int, end: int) -> None:
+        def read(group: tuple[int, int]) -> None:
+            first, end = group
             at = first * seal.chunk_nbytes
             with octets[at : min(end * seal.chunk_nbytes, seal.nbytes)] as target:
                 for chunk, reason in _fill(storage, path, seal, first, target):
                     raise CorruptSnapshot(f"chunk {chunk} {reason}", run=seal.run, step=seal.step, rank=rank, path=path)
 
+        # The first error cancels what has not begun, and comes out when what has begun is over.
         with ThreadPoolExecutor(threads, thread_name_prefix="memckpt-read") as pool:
-            jobs = [pool.submit(read, *group) for group in _groups(seal, storage.read_nbytes)]
-            done, waiting = wait(jobs, return_when=FIRST_EXCEPTION)
-            for job in waiting:
-                job.cancel()
-        for job in done:
-            job.result()
+            for _ in pool.map(read, _groups(seal, storage.read_nbytes)):
+                pass
     return seal
 
 
