@@ -85,6 +85,7 @@ def measure_restores() -> None:
     checkpointer = memckpt.Checkpointer(
         {"model": training.module, "optimizer": training.optimizer},
         name="bench-restore",
+        every=1,
         redundancy=memckpt.Mirror(1),
         fresh=True,
         on_error="raise",
@@ -197,6 +198,7 @@ def train_until_killed() -> None:
         checkpointer = memckpt.Checkpointer(
             {"model": training.module, "optimizer": training.optimizer},
             name="bench-back",
+            every=1,
             redundancy=memckpt.Mirror(1),
             quiet=True,
         )

@@ -25,7 +25,9 @@ from memckpt.errors import (
 )
 
 if TYPE_CHECKING:
+    from memckpt import policy
     from memckpt.checkpointer import Checkpointer
+    from memckpt.options import Persist
     from memckpt.redundancy import Mirror
     from memckpt.reports import RestoreReport, Stats
     from memckpt.resilient.context import Context
@@ -40,6 +42,7 @@ _LAZY = {
     "Checkpointer": "memckpt.checkpointer",
     "Context": "memckpt.resilient.context",
     "Mirror": "memckpt.redundancy",
+    "Persist": "memckpt.options",
     "RestoreReport": "memckpt.reports",
     "Stats": "memckpt.reports",
     "run": "memckpt.resilient.run",
@@ -71,6 +74,7 @@ __all__ = [
     "Mirror",
     "NothingToRestore",
     "PeerLost",
+    "Persist",
     "ProtocolError",
     "RestoreReport",
     "RunInUse",
@@ -80,5 +84,6 @@ __all__ = [
     "Stats",
     "StepMismatch",
     "UsageError",
+    "policy",
     "run",
 ]

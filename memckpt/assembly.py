@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from memckpt import surroundings
+from memckpt import storage, surroundings
 from memckpt.comm import Communicator, allgather, barrier, detect
 from memckpt.errors import MemckptError, ProtocolError, UsageError
 from memckpt.memory import budget, process
@@ -90,6 +90,11 @@ class Parts:
             comm.close(abort=True)
 
     @property
+    def leases(self) -> int:
+        """Own slots beside the two that a save needs."""
+        return 0 if self.session.storage is None else 1
+
+    @property
     def node_ranks(self) -> list[int]:
         """The ranks on this node."""
         return [r for r, hello in enumerate(self.ranks) if hello.node == self.arena.node]
@@ -129,7 +134,7 @@ def open_parts(
         "name": name,
         "job": arena.run.job,
         "redundancy": f"Mirror({copies})",
-        **{field: repr(getattr(options, field)) for field in options.__dataclass_fields__},
+        **options.described(),
     }
     restarted = any(_count(os.environ.get(v)) for v in _RESTART_COUNTS) or (context is not None and context.had_commit)
     domain = os.environ.get("MEMCKPT_DOMAIN", "")
@@ -147,6 +152,8 @@ def open_parts(
         copies=copies,
         deadline_s=options.deadline_s,
         threads=threads,
+        storage=None if options.persist is None else storage.open(options.persist.target),
+        storage_deadline_s=0.0 if options.persist is None else options.persist.deadline_s,
     )
     lock = arena.lock(rank=base.rank)
     try:
@@ -242,7 +249,7 @@ def needs(parts: Parts, shards: list[int]) -> list[budget.Need]:
     return [
         budget.Need(
             rank,
-            own_nbytes=2 * shards[rank],
+            own_nbytes=(2 + parts.leases) * shards[rank],
             replica_nbytes=sum(2 * shards[s] for s, hs in enumerate(holders) if rank in hs),
         )
         for rank in parts.node_ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from memckpt.assembly import Parts, needs
 from memckpt.memory.budget import format_nbytes
+from memckpt.policy import describe
 from memckpt.recovery.placement import Holders, unprotected
 from memckpt.reports import RestoreReport
 
@@ -24,10 +25,11 @@ def first_lines(parts: Parts, shard_nbytes: int, holders: Holders, report: Resto
     background = "in the background" if parts.engine_comm.concurrent else "by the training thread (no thread support)"
     return [
         f"memckpt: run {parts.run!r}, {_count(session.world, 'rank')} on {_count(len(nodes), 'node')} over "
-        f"{session.comm.name}; saves every {_count(parts.options.every, 'step')}, replicated {background}",
+        f"{session.comm.name}; saves by {describe(parts.options.every)}, replicated {background}",
         f"memckpt: {format_nbytes(shard_nbytes)} per rank; slots of up to {format_nbytes(need[0].slot_nbytes)} "
         f"per rank, {format_nbytes(sum(n.slot_nbytes for n in need))} on this node, in {parts.arena.path}",
         "memckpt: " + _survives(parts, holders),
+        *_persists(parts),
         "memckpt: " + _begins(report),
     ]
 
@@ -48,13 +50,22 @@ def _survives(parts: Parts, holders: Holders) -> str:
     )
 
 
+def _persists(parts: Parts) -> list[str]:
+    persist, storage = parts.options.persist, parts.session.storage
+    if persist is None or storage is None:
+        return []
+    kept = f"by {describe(persist.every)} to {storage.url}, keeping {describe(persist.keep)}"
+    return [f"memckpt: persists {kept}; survives the loss of all memory since then"]
+
+
 def _begins(report: RestoreReport) -> str:
     if report.source == "none":
         return f"starts at step 0, generation {report.generation}; not protected until the first commit"
     seconds = report.seconds["total"]
     protected = "protected" if report.protected else "its replicas are being rebuilt"
+    source = "storage" if report.source == "storage" else f"memory ({report.source})"
     return (
-        f"continues from step {report.step}, generation {report.generation}, out of memory ({report.source}), "
+        f"continues from step {report.step}, generation {report.generation}, out of {source}, "
         f"{format_nbytes(report.nbytes)} in {seconds:.2f} s; {protected}"
     )
 

@@ -14,16 +14,20 @@ from typing import Any, Literal
 
 from memckpt import assembly
 from memckpt.banner import first_lines
-from memckpt.errors import Closed, MemckptError, PeerLost, UsageError
-from memckpt.options import Options
+from memckpt.errors import Closed, MemckptError, PeerLost
+from memckpt.options import Options, Persist
+from memckpt.policy.save import SavePolicy, parse
+from memckpt.preemption import Watch
 from memckpt.recovery import recover
 from memckpt.redundancy import Mirror
 from memckpt.reports import RestoreReport, Stats
 from memckpt.saving.capture import Capture
 from memckpt.saving.decide import Decisions
-from memckpt.saving.generation import Saving, Tally
+from memckpt.saving.generation import Saving
+from memckpt.saving.tally import Tally
 
 _DRAIN_AFTER_ERROR_S = 5.0
+_DRAIN_STORAGE_AFTER_ERROR_S = 30.0
 
 
 class Checkpointer:
@@ -36,12 +40,13 @@ class Checkpointer:
         and lists. The random number generators of this rank are added under the name "rng".
     name : str
         The run. A restarted run of that name finds its own snapshots again.
-    every : int
-        Save each step that is a multiple of it.
+    every : int, str or SavePolicy
+        When to save to memory: a number of steps, a time ("30s"), "continuous", a policy of `memckpt.policy.save`, or
+        "auto", which saves as often as it can within 1% of added step time (`memckpt.policy.save.Adaptive`).
     redundancy : "auto" or Mirror
         "auto" is one replica on another node, where there is another rank.
-    persist : None
-        Reserved for the durable tier; anything else raises.
+    persist : Persist, str or path, optional
+        Where committed snapshots go besides memory, behind training; a directory or URL alone means `Persist` of it.
     comm : optional
         `memckpt.comm.Communicator` or mpi4py communicator. None: that of `memckpt.run`, MPI under mpirun, else one
         rank.
@@ -59,6 +64,9 @@ class Checkpointer:
         Bytes per second that this rank may send for replication.
     max_unprotected : int, optional
         Steps that may be taken after a restore before every replica is there again; then `step` waits.
+    grace : float
+        Seconds from a SIGTERM until the process ends at the latest. SIGTERM and SIGUSR1 on any rank lead to one agreed
+        step that is saved on all ranks (`preempted`); the user's own handlers still run.
     allow_pickle : bool
         Save plain objects of types that the typed tree has no form for, with pickle; needed again to restore them.
     quiet : bool
@@ -84,9 +92,9 @@ class Checkpointer:
         states: Mapping[str, object],
         *,
         name: str,
-        every: int = 1,
+        every: int | str | SavePolicy = "auto",
         redundancy: Mirror | Literal["auto"] = "auto",
-        persist: None = None,
+        persist: Persist | str | os.PathLike[str] | None = None,
         comm: Any = None,
         fresh: bool | Literal["auto"] = "auto",
         on_error: Literal["warn", "raise"] = "warn",
@@ -94,12 +102,13 @@ class Checkpointer:
         deadline: float = 600.0,
         bandwidth: float | None = None,
         max_unprotected: int | None = None,
+        grace: float = 30.0,
         allow_pickle: bool = False,
         quiet: bool = False,
     ) -> None:
-        if persist is not None:
-            raise UsageError("persist: the durable tier is not part of this version; leave it out", run=name)
-        options = Options(every, fresh, on_error, on_busy, deadline, max_unprotected, bandwidth)
+        if persist is not None and not isinstance(persist, Persist):
+            persist = Persist(persist)
+        options = Options(parse(every), persist, fresh, on_error, on_busy, deadline, max_unprotected, bandwidth, grace)
         self._closed = True  # until everything below is there
         self._parts = parts = assembly.open_parts(
             states, name=name, options=options, redundancy=redundancy, comm=comm, allow_pickle=allow_pickle
@@ -115,15 +124,19 @@ class Checkpointer:
             threads=session.threads,
             deadline_s=deadline,
         )
+        self._watch = Watch(grace)
         self._decisions = Decisions(parts.decide_comm, run=parts.run, deadline_s=deadline)
         self._saving: Saving | None = None
         self._report: RestoreReport | None = None
         self._tally = Tally()
         self._last_step = 0
         self._stepped = False
+        self._step_ended: float | None = None
+        self._fenced_s, self._was_fenced = 0.0, False
         self._fired: dict[int, object] = {}
         self._pid = os.getpid()
         self._hooks = [opt.register_step_pre_hook(self._make_hook()) for opt in parts.state.optimizers]
+        self._watch.start()
         self._closed = False
         self._at_exit = _abandon_at_exit(weakref.ref(self))
         if parts.context is not None:
@@ -179,7 +192,7 @@ class Checkpointer:
         base = recovery.base
         seq = self._saving.seq if self._saving is not None else 0
         parts.lock.update(recovery.generation)
-        self._saving = Saving(parts, self._capture, self._decisions, recovery, self._tally, seq)
+        self._saving = Saving(parts, self._capture, self._decisions, recovery, self._tally, self._watch, seq)
         self._last_step = base.step if base is not None else 0
         self._stepped = False
         self._tally.set(step=self._last_step)
@@ -201,6 +214,8 @@ class Checkpointer:
         if self._saving is not None:
             self._capture.settle()
             self._saving.wait_for_outcome()
+            persist = self._options.persist
+            self._saving.drain_storage(0.0 if persist is None else persist.deadline_s)
             self._saving.stop(self._options.deadline_s, park=True)
 
     def _begin_without_restore(self) -> None:
@@ -215,11 +230,18 @@ class Checkpointer:
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
-    def step(self, n: int) -> None:
+    def step(self, n: int, metrics: Mapping[str, float] | None = None) -> None:
         """Say that `n` optimizer steps are completed; saves if one is due. Collective, at each step on each rank.
 
         The state may be changed again as soon as an optimizer's step begins (it waits for the copy by itself); before
         anything else changes parameters or optimizer state, call `fence`.
+
+        Parameters
+        ----------
+        n : int
+            The last one plus one.
+        metrics : mapping of str to float, optional
+            What a preserve policy may choose by, such as a loss; written with the checkpoint if this step is persisted.
 
         Raises
         ------
@@ -228,7 +250,7 @@ class Checkpointer:
         StepMismatch
             Ranks are at different steps.
         SaveFailed
-            With ``on_error="raise"``, where an earlier save did not commit.
+            With ``on_error="raise"``, where an earlier save did not commit, or could not be written to storage.
         PeerLost, DeadlineExceeded
             A peer is gone; what was under way is in doubt, and memory stays as it is for a recovery.
         """
@@ -246,14 +268,27 @@ class Checkpointer:
                 saving.refuse(n, self._last_step)
             fired = self._fired.values() if self._stepped else ()
             self._last_step, self._stepped, self._fired = n, True, {}
-            saving.at(n, fired)
-        blocked_s = time.monotonic() - started
+            saving.at(n, fired, metrics)
+            self._watch.look_again()
+        ended = time.monotonic()
+        blocked_s = ended - started
         self._tally.set(step=n, last_blocked_s=blocked_s)
         self._tally.add(blocked_s=blocked_s)
+        if self._step_ended is not None:
+            saving.observe(ended - self._step_ended, blocked_s + self._fenced_s, fenced=self._was_fenced)
+        self._step_ended, self._fenced_s, self._was_fenced = ended, 0.0, False
         saving.report_failed()
 
+    @property
+    def preempted(self) -> bool:
+        """Some rank was told to stop (SIGTERM, SIGUSR1), and the step of that moment is saved on all ranks: leave the
+        loop now. The same on every rank after the same step. Local.
+        """
+        return self._saving is not None and self._saving.preempted
+
     def steps(self, total: int) -> Iterator[int]:
-        """Restore, then yield the indices of the steps still to do, and call `step` after each. Collective.
+        """Restore, then yield the indices of the steps still to do, and call `step` after each; ends early when some
+        rank was told to stop. Collective.
 
         Parameters
         ----------
@@ -269,17 +304,20 @@ class Checkpointer:
         for index in range(max(report.step, self._last_step), total):
             yield index
             self.step(index + 1)
+            if self.preempted:
+                return
 
     def fence(self) -> None:
         """Wait until the state may be changed: the copy behind training is done. Local."""
         started = time.monotonic()
-        self._capture.fence()
+        self._was_fenced |= self._capture.fence()
         if self._saving is not None:
             self._saving.engine.pump()
         blocked_s = time.monotonic() - started
+        self._fenced_s += blocked_s
         self._tally.add(blocked_s=blocked_s, last_blocked_s=blocked_s)
 
-    def wait(self, timeout_s: float | None = None) -> bool:
+    def wait(self, timeout_s: float | None = None, *, persisted: bool = False) -> bool:
         """Wait until the last save has ended on this rank. Local, but ends only when the other ranks reach their
         fences, too.
 
@@ -287,6 +325,9 @@ class Checkpointer:
         ----------
         timeout_s : float, optional
             Default: the deadline.
+        persisted : bool
+            Wait also until no rank has anything left to write to storage. Collective then: every rank calls it after
+            the same step.
 
         Returns
         -------
@@ -303,7 +344,11 @@ class Checkpointer:
         if self._saving is None:
             return True
         self._saving.engine.hurry()
-        done = self._saving.engine.wait(self._options.deadline_s if timeout_s is None else timeout_s)
+        timeout_s = self._options.deadline_s if timeout_s is None else timeout_s
+        done = self._saving.engine.wait(timeout_s)
+        if persisted:
+            with self._losing_peers():
+                done = self._saving.wait_for_storage(self._last_step, timeout_s) and done
         self._saving.raise_failure()
         self._saving.report_failed()
         return done
@@ -333,6 +378,7 @@ class Checkpointer:
                 self._capture.settle()
                 self._saving.engine.hurry()
                 self._saving.engine.wait(min(_DRAIN_AFTER_ERROR_S, self._options.deadline_s))
+                self._saving.drain_storage(_DRAIN_STORAGE_AFTER_ERROR_S)
         self.abandon()
 
     def close(self, keep: bool = False) -> None:
@@ -383,6 +429,7 @@ class Checkpointer:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._watch.stop()
         if self._saving is not None:
             self._saving.stop(_DRAIN_AFTER_ERROR_S)
         if abort:

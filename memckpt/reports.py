@@ -16,7 +16,7 @@ class RestoreReport:
     generation : int
         Counter of the generation that starts now.
     sources : tuple of str
-        For each rank "own" (memory of its node), "peer" (memory of another node or rank) or "none".
+        For each rank "own" (memory of its node), "peer" (memory of another node or rank), "storage" or "none".
     nbytes : int
         Bytes of all snapshots loaded.
     seconds : dict of str to float
@@ -37,8 +37,8 @@ class RestoreReport:
 
     @property
     def source(self) -> str:
-        """The farthest source any rank had to use: "none", "own" or "peer"."""
-        return next((s for s in ("peer", "own") if s in self.sources), "none")
+        """The farthest source any rank had to use: "none", "own", "peer" or "storage"."""
+        return next((s for s in ("storage", "peer", "own") if s in self.sources), "none")
 
 
 @dataclass
@@ -51,10 +51,14 @@ class Stats:
         Last step that `step()` was called with.
     committed_step : int
         Newest step known here to be committed; -1 when there is none.
+    persisted_step : int
+        Newest step known here to be complete in storage; -1 when there is none.
     protected : bool
         A loss that the redundancy covers would cost at most the steps since `committed_step`.
     saves, commits, skipped, failed : int
         Saves begun, ended in yes, not begun since the last one was in flight, ended in no.
+    persist_skipped, persist_failed : int
+        Steps that were due to go to storage and did not: since the last one was being written, and by an error.
     blocked_s, last_blocked_s : float
         Training time spent in `step()` and in the fence, in all and for the last save.
     last_replicated_s, last_committed_s : float
@@ -71,11 +75,14 @@ class Stats:
 
     step: int = 0
     committed_step: int = -1
+    persisted_step: int = -1
     protected: bool = False
     saves: int = 0
     commits: int = 0
     skipped: int = 0
     failed: int = 0
+    persist_skipped: int = 0
+    persist_failed: int = 0
     blocked_s: float = 0.0
     last_blocked_s: float = 0.0
     last_replicated_s: float = 0.0

@@ -159,7 +159,7 @@ def test_isolation_over_back_to_back_saves() -> None:
         box["list"][:] = [step] * step
         box["nested"]["n"] = step
 
-    ckpt = memckpt.Checkpointer(names, name="iso", comm=LocalComm(), on_busy="wait", quiet=True)
+    ckpt = memckpt.Checkpointer(names, name="iso", comm=LocalComm(), every=1, on_busy="wait", quiet=True)
     ckpt.restore()
     for n in range(1, 21):
         fill(n)
@@ -168,7 +168,7 @@ def test_isolation_over_back_to_back_saves() -> None:
     assert ckpt.wait()
     ckpt.abandon()
     fill(77)
-    ckpt = memckpt.Checkpointer(names, name="iso", comm=LocalComm(), quiet=True)
+    ckpt = memckpt.Checkpointer(names, name="iso", comm=LocalComm(), every=1, quiet=True)
     assert ckpt.restore().step == 20
     assert {float(v) for t in tensors.values() for v in t.unique()} == {20.0}
     assert box == {"list": [20] * 20, "nested": {"n": 20}}
@@ -206,7 +206,7 @@ def test_an_explicit_rollback_leaves_the_newer_history() -> None:
 
 def test_layout_may_grow_and_shrink_while_running() -> None:
     state: dict[str, Any] = {"a": torch.arange(10.0)}
-    options: dict[str, Any] = {"name": "grow", "comm": LocalComm(), "on_busy": "wait", "quiet": True}
+    options: dict[str, Any] = {"name": "grow", "comm": LocalComm(), "every": 1, "on_busy": "wait", "quiet": True}
     ckpt = memckpt.Checkpointer({"state": state}, **options)
     ckpt.restore()
     ckpt.step(1)
@@ -229,7 +229,7 @@ def test_layout_may_grow_and_shrink_while_running() -> None:
 def test_memory_stays_flat_over_many_saves(base: Path) -> None:
     """C44: success, a failure every third save; two slots for the shard and nothing more, and nothing after the end."""
     state = {"a": torch.zeros(2 * 1024 * 1024)}
-    options: dict[str, Any] = {"name": "flat", "comm": LocalComm(), "on_busy": "wait", "quiet": True}
+    options: dict[str, Any] = {"name": "flat", "comm": LocalComm(), "every": 1, "on_busy": "wait", "quiet": True}
 
     def fail(point: str, rank: int, step: int) -> None:
         if point == "commit.seal" and step % 3 == 0:
@@ -293,7 +293,9 @@ def test_wrong_calls_are_one_clear_error_each() -> None:
     for options, said in [
         ({"every": 0}, "every"),
         ({"every": True}, "every"),
-        ({"persist": "dir"}, "durable tier"),
+        ({"persist": ""}, "directory or a URL"),
+        ({"every": "soon"}, "every"),
+        ({"grace": 0.0}, "grace"),
         ({"on_busy": "x"}, "on_busy"),
         ({"redundancy": memckpt.Mirror(1)}, "needs 2 ranks"),
         ({"deadline": 0.0}, "deadline"),

@@ -147,7 +147,7 @@ def test_a_damaged_replica_is_found_before_it_is_counted_on(base: Path) -> None:
 
     def life(comm: LocalComm) -> Any:
         state = odd_state(comm.rank, 77)
-        ckpt = memckpt.Checkpointer({"state": state}, name="pair", comm=comm, quiet=True)
+        ckpt = memckpt.Checkpointer({"state": state}, name="pair", comm=comm, every=1, quiet=True)
         report = ckpt.restore()
         ckpt.abandon()
         return report, {k: raw(t) for k, t in state.items()}
@@ -168,7 +168,13 @@ def test_a_new_node_asks_the_buddies(base: Path) -> None:
 def test_mirror_2_survives_two_nodes(base: Path) -> None:
     def life(comm: LocalComm, restoring: bool) -> Any:
         state = {"x": torch.full((1000,), float(comm.rank))}
-        options: dict[str, Any] = {"name": "two", "redundancy": memckpt.Mirror(2), "quiet": True, "on_busy": "wait"}
+        options: dict[str, Any] = {
+            "name": "two",
+            "redundancy": memckpt.Mirror(2),
+            "quiet": True,
+            "every": 1,
+            "on_busy": "wait",
+        }
         ckpt = memckpt.Checkpointer({"state": state}, comm=comm, **options)
         report = ckpt.restore()
         if not restoring:
@@ -195,7 +201,9 @@ def test_many_tiny_tensors_and_a_file_of_several_chunks_reach_the_buddy(base: Pa
             large.zero_()
             for t in tiny.values():
                 t.zero_()
-        ckpt = memckpt.Checkpointer({"tiny": tiny, "large": large}, name="c38", comm=comm, quiet=True, on_busy="wait")
+        ckpt = memckpt.Checkpointer(
+            {"tiny": tiny, "large": large}, name="c38", comm=comm, quiet=True, every=1, on_busy="wait"
+        )
         report = ckpt.restore()
         if not restoring:
             ckpt.step(1)
@@ -217,7 +225,7 @@ def test_different_settings_are_named_on_every_rank() -> None:
 
     for error in run_ranks(2, work):
         assert isinstance(error, memckpt.UsageError)
-        assert "every: 1 on rank 0, 2 on rank 1" in str(error)
+        assert "every: EveryNSteps(n=1) on rank 0, EveryNSteps(n=2) on rank 1" in str(error)
 
 
 def test_ranks_at_different_steps_are_told_both_numbers() -> None:

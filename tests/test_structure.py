@@ -22,19 +22,20 @@ LAYERS = [
     "resilient",
     "checkpointer",
     "generation banner",
+    "durable due tally meter",
     "engine assembly",
     "outgoing",
-    "capture replicate commit decide recover attempt fetch",
+    "capture replicate commit decide persist recover attempt fetch stored",
     "session slots plan division lineage inventory placement verdict options redundancy reports",
-    "arena fence lock slotfile budget",
-    "files process surroundings",
+    "arena fence lock slotfile budget policy storage",
+    "files process surroundings preemption",
     "comm",
     "restore state fill filling rng sources modules optimizers",
     "seal layout header overlap leaves tree strided dtypes",
     "errors faults _native",
 ]
 GROUPS = {"format", "memory", "recovery", "saving", "state"}
-VERBS = {"capture", "replicate", "commit", "decide", "recover"}
+VERBS = {"capture", "replicate", "commit", "decide", "persist", "recover"}
 RANK = {name: i for i, names in enumerate(LAYERS) for name in names.split()}
 
 

@@ -45,7 +45,14 @@ class Training:
 
 
 def make(training: Training, **options: Any) -> memckpt.Checkpointer:
-    defaults: dict[str, Any] = {"name": "run", "on_busy": "wait", "quiet": True, "comm": LocalComm(), "deadline": 20.0}
+    defaults: dict[str, Any] = {
+        "name": "run",
+        "every": 1,
+        "on_busy": "wait",
+        "quiet": True,
+        "comm": LocalComm(),
+        "deadline": 20.0,
+    }
     return memckpt.Checkpointer(training.states(), **{**defaults, **options})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -15,13 +16,26 @@ from memckpt.format.layout import Layout
 from memckpt.format.seal import Base
 from memckpt.format.seal import agree as agree_with_layout
 from memckpt.memory.slotfile import Slot
-from memckpt.recovery.fetch import Offer, drive, open_offer, receive_head, receive_rest, send_head, send_rest
+from memckpt.recovery.fetch import (
+    Offer,
+    Steps,
+    drive,
+    nothing,
+    open_offer,
+    receive_head,
+    receive_rest,
+    send_head,
+    send_rest,
+)
+from memckpt.recovery.inventory import STORAGE
 from memckpt.recovery.lineage import Where, name
 from memckpt.recovery.plan import Plan
 from memckpt.recovery.session import Session
+from memckpt.recovery.stored import for_job, open_stored, read_stored
 from memckpt.recovery.verdict import Verdict, agree, describe, first_error
 from memckpt.state.restore import prepare
 from memckpt.state.state import State
+from memckpt.storage.checkpoints import Stored
 
 if TYPE_CHECKING:
     from memckpt.state.restore import Targets
@@ -75,6 +89,7 @@ class Attempt:
         self._mine = plan.ranks[session.rank]
         self._offer = Offer()
         self._serving: dict[int, Offer] = {}
+        self._stored: Stored | None = None
         self._layout: Layout | None = None
         self._targets: Targets | None = None
         self.touched = False
@@ -101,7 +116,7 @@ class Attempt:
             with timed(self._seconds, "check"):
                 bad = self._settle(self._check(), "structure check")
             faults.point("recover.checked", self._rank, step)
-            if not bad and any(rank.source == "peer" for rank in self._plan.ranks):
+            if not bad and any(rank.source in ("peer", "storage") for rank in self._plan.ranks):
                 with timed(self._seconds, "fetch"):
                     bad = self._settle(self._fetch(), "fetch")
             if bad:
@@ -122,7 +137,10 @@ class Attempt:
 
     def _settle(self, mine: Verdict, what: str) -> dict[Where, str]:
         """Tell the others. The bad slots of all ranks, or the error of all. Collective."""
-        verdicts = agree(self._comm, mine, self._deadline_s, what)
+        # Storage may be slow, and what one rank waits for all others wait for.
+        slow = any(rank.source == "storage" for rank in self._plan.ranks)
+        deadline_s = self._deadline_s + (self._session.storage_deadline_s if slow else 0.0)
+        verdicts = agree(self._comm, mine, deadline_s, what)
         error = first_error(verdicts, self._session.run)
         if error is not None:
             raise error
@@ -131,7 +149,10 @@ class Attempt:
     def _bad(self, why: str) -> Verdict:
         """A verdict on the slot that this rank's snapshot comes from."""
         node, slot = self._session.places[self._mine.server].node, self._mine.slot
-        text = f"{name(self._base)}: the snapshot of rank {self._rank} in slot {slot} on {node}: {why}"
+        where = f"in slot {slot} on {node}"
+        if self._mine.source == "storage":
+            node, where = STORAGE, f"in storage ({slot})"
+        text = f"{name(self._base)}: the snapshot of rank {self._rank} {where}: {why}"
         return Verdict(bad=((node, slot, text),))
 
     # -- check --------------------------------------------------------------------------------------------------------
@@ -141,6 +162,11 @@ class Attempt:
         arena = self._session.arena
         if self._mine.source == "own":
             self._offer = open_offer(arena, self._mine.slot, writable=True)
+        elif self._mine.source == "storage":
+            assert self._session.storage is not None
+            self._offer, self._stored = open_stored(self._session.storage, self._mine.slot)
+            if self._offer.seal is not None:
+                self._offer = for_job(self._offer, arena.run.job)
         for client, theirs in enumerate(self._plan.ranks):
             if theirs.source == "peer" and theirs.server == self._rank:
                 self._serving[client] = open_offer(arena, theirs.slot)
@@ -179,7 +205,7 @@ class Attempt:
     def _fetch(self) -> Verdict:
         """Bring this rank's snapshot into a slot of its node, and serve the others."""
         sends = [send_rest(self._comm, offer, client) for client, offer in self._serving.items()]
-        if self._mine.source != "peer":
+        if self._mine.source == "own":
             drive(sends, self._deadline_s, "snapshots for other ranks")
             return Verdict()
         verdict = Verdict()
@@ -187,9 +213,9 @@ class Attempt:
             self.fetched = self._room()
         except (OSError, MemckptError) as error:
             verdict = Verdict(problem=describe(error, self._rank))
-        receive = receive_rest(self._comm, self._offer, self._mine.server, self.fetched)
         try:
-            *_, why = drive([*sends, receive], self._deadline_s, "snapshots of other nodes")
+            with ThreadPoolExecutor(1, thread_name_prefix="memckpt-fetch") as worker:
+                *_, why = drive([*sends, self._receive(worker)], self._deadline_s, "snapshots of other nodes")
         except BaseException:
             self._abandon_fetched()
             raise
@@ -205,6 +231,19 @@ class Attempt:
             return Verdict(problem=describe(error, self._rank))
         faults.point("recover.sealed", self._rank, self._base.step)
         return verdict
+
+    def _receive(self, worker: ThreadPoolExecutor) -> Steps[str]:
+        """This rank's transfer, from a peer or from storage."""
+        if self._mine.source == "peer":
+            return receive_rest(self._comm, self._offer, self._mine.server, self.fetched)
+        if self.fetched is None:
+            return nothing()
+        assert self._session.storage is not None
+        assert self._stored is not None
+        return read_stored(
+            self._session.storage, self._stored, self._rank, self.fetched, worker,
+            threads=2 * self._session.threads, deadline_s=self._session.storage_deadline_s,
+        )  # fmt: skip
 
     def _abandon_fetched(self) -> None:
         """After an error a receive may still write into the slot: its file goes, and nobody takes it for a free one."""

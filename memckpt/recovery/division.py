@@ -27,11 +27,11 @@ class RankPlan(msgspec.Struct, frozen=True):
     Attributes
     ----------
     source : str
-        Where its snapshot comes from: "own" (its node's memory), "peer", or "none" (there is no base).
+        Where its snapshot comes from: "own" (its node's memory), "peer", "storage", or "none" (there is no base).
     server : int
-        The rank that reads the snapshot from its node's memory; this rank itself for "own".
+        The rank that reads the snapshot from its node's memory; this rank itself for "own" and "storage".
     slot : str
-        The slot on the server's node, empty for "none".
+        The slot on the server's node, or the place in storage; empty for "none".
     nbytes : int
         Size of the snapshot in bytes.
     target : str or None
@@ -78,6 +78,8 @@ class Division:
         self.keep: dict[str, list[Pinned]] = {node: [] for node in self.ranks}
         self.spare: dict[str, list[Item]] = {node: [] for node in self.ranks}
         for listing in known.listings:
+            if listing.node not in self.ranks:  # storage has no slots to give away
+                continue
             for item in listing.items:
                 s = item.sealed
                 snapshot = Base(generation=s.generation, step=s.step) if s else None
@@ -96,7 +98,7 @@ class Division:
         paths = {p.node: p.path for p in self.places}
         held: list[set[str]] = []
         for r, p in enumerate(self.places):
-            nodes = [node for node, _ in self.copies.get(r, [])]
+            nodes = [node for node, _ in self.copies.get(r, []) if node in paths]
             if p.node in nodes:
                 nodes.remove(p.node)
             held.append({paths[node] for node in nodes})
@@ -106,7 +108,8 @@ class Division:
         have = self._pin(holders)
         serve = self._sources()
         targets = [
-            self._take(p.node, r, self.sizes[r]) if serve[r][0] == "peer" else None for r, p in enumerate(self.places)
+            self._take(p.node, r, self.sizes[r]) if serve[r][0] in ("peer", "storage") else None
+            for r, p in enumerate(self.places)
         ]
         rebuild = []
         for shard, nbytes in sorted(self.sizes.items()):
@@ -153,8 +156,9 @@ class Division:
                 serve.append(("none", r, ""))
             elif own:
                 serve.append(("own", r, own[0]))
+            elif not (servers := [(s, item) for node, item in there for s in self.ranks.get(node, ())]):
+                serve.append(("storage", r, there[0][1].slot))
             else:
-                servers = [(s, item) for node, item in there for s in self.ranks[node]]
                 server, item = min(servers, key=lambda s: (load[s[0]], s[0], s[1].slot))
                 load[server] += item.nbytes
                 serve.append(("peer", server, item.slot))

@@ -48,6 +48,12 @@ Steps = Generator[Callable[[], bool], None, T]
 """A transfer, written down in its order: it yields what it waits for, as a function that says whether that is over."""
 
 
+def nothing() -> Steps[str]:
+    """A transfer of nothing."""
+    yield from ()
+    return ""
+
+
 def drive(transfers: Sequence[Steps[T]], deadline_s: float, what: str) -> list[T]:
     """Run transfers side by side until each has ended; their results. Local.
 
@@ -131,7 +137,7 @@ def open_offer(arena: Arena, name: str, *, writable: bool = False) -> Offer:
             if not 8 < size <= min(seal.nbytes, len(view), MAX_HEADER_NBYTES):
                 raise CorruptSnapshot(f"its header says that it is {size} bytes long, in a file of {seal.nbytes}")
             head = view[: min(chunks_of(size) * _native.CHUNK_BYTES, seal.nbytes)]
-        _check_head(head, seal)
+        check_head(head, seal)
     except (OSError, CorruptSnapshot, ForeignMemory, ProtocolError) as error:
         head.release()
         if slot is not None:
@@ -145,7 +151,8 @@ def chunks_of(nbytes: int) -> int:
     return -(-nbytes // _native.CHUNK_BYTES)
 
 
-def _check_head(head: memoryview, seal: Seal) -> None:
+def check_head(head: memoryview, seal: Seal) -> None:
+    """CorruptSnapshot unless the leading chunks are what the seal says. Local."""
     if len(seal.crcs) != chunks_of(seal.nbytes) or len(head) > seal.nbytes:
         raise CorruptSnapshot("the seal does not fit the file")
     for i, crc in enumerate(map(_native.crc32c, _cut(head))):
@@ -183,7 +190,7 @@ def receive_head(comm: Communicator, source: int) -> Steps[Offer]:
         return Offer(reason=bytes(head[:_MAX_REASON_NBYTES]).decode(errors="replace"))
     try:
         seal = decode(bytes(encoded))
-        _check_head(head, seal)
+        check_head(head, seal)
     except (CorruptSnapshot, ProtocolError) as error:
         return Offer(reason=error.message)
     return Offer(seal, head)

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from memckpt.memory.slotfile import Found
 
 CHUNK_NBYTES = 4 << 20
+STORAGE = "storage/"
+"""Stands for a node in the listing of what lies in storage; no node can have a name with a slash."""
+
 _REASON_LENGTH = 200
 
 

@@ -62,6 +62,7 @@ def make(
     wanted_step: int | None = None,
     start_over: bool = False,
     excluded: Mapping[Where, str] | None = None,
+    stored: Listing | None = None,
 ) -> Plan:
     """Decide a restore. Local, pure: the order of the listings does not matter.
 
@@ -81,6 +82,8 @@ def make(
         Take none: the generation that begins grows from nothing, and what there is becomes a history that was left.
     excluded : mapping of (node, slot) to str, optional
         Slots whose bytes turned out not to match their seal, and what was found.
+    stored : Listing, optional
+        What lies in storage. Of one step memory is taken before storage, shard by shard.
 
     Raises
     ------
@@ -91,7 +94,7 @@ def make(
     """
     nodes = {p.node for p in places}
     reached = sorted((x for x in listings if x.node in nodes), key=attrgetter("node"))
-    known = Known(reached, excluded or {})
+    known = Known(reached if stored is None else [*reached, stored], excluded or {})
     base = None if start_over else _choose(known, wanted_step)
     if base is not None and (saved := known.world(base)) != len(places):
         raise LayoutMismatch(

@@ -26,6 +26,7 @@ from memckpt.recovery.lineage import Where, name
 from memckpt.recovery.placement import Holders
 from memckpt.recovery.plan import Pinned, Plan, Rebuild
 from memckpt.recovery.session import Session
+from memckpt.recovery.stored import list_storage
 from memckpt.recovery.verdict import Problem, describe, restore_error
 from memckpt.state.state import State
 
@@ -52,7 +53,7 @@ class Recovery:
     rebuild : tuple of Rebuild
         Replicas of the base that are missing, the same list on every rank.
     sources : tuple of str
-        For each rank "own", "peer" or "none".
+        For each rank "own", "peer", "storage" or "none".
     nbytes : int
         Bytes of all ranks' snapshots.
     seconds : dict of str to float
@@ -227,6 +228,7 @@ class _Restore:
                 raise UsageError(f"rank 0 restores with {mine}, rank {rank} with {theirs}", run=run, rank=rank)
             if report.problem is not None:
                 raise restore_error(report.problem, run)
+        stored, unreadable = self._look_into_storage()
         plan = planning.make(
             [report.listing for report in reports if report.listing is not None],
             self._session.places,
@@ -235,7 +237,14 @@ class _Restore:
             wanted_step=self._request.wanted_step,
             start_over=self._request.start_over,
             excluded=self._excluded,
+            stored=stored,
         )
+        if unreadable and plan.base is None and not self._request.start_over:
+            raise NothingToRestore(
+                f"nothing whole is in memory, and storage cannot be read, so that nobody knows whether there is a "
+                f"checkpoint: {unreadable}",
+                run=run,
+            )
         if self._request.refuse_existing and plan.existed:
             there = f"the newest whole one is {name(plan.base)}" if plan.base else "no step of it is whole"
             raise UsageError(
@@ -244,13 +253,26 @@ class _Restore:
             )
         return plan
 
+    def _looked(self) -> str:
+        storage = self._session.storage
+        return "the memory of its nodes" + (f" or in {storage.url}" if storage is not None else "")
+
+    def _look_into_storage(self) -> tuple[Listing | None, str]:
+        """On rank 0, for all ranks: what lies in storage, or why that cannot be said."""
+        if self._session.storage is None:
+            return None, ""
+        try:
+            return list_storage(self._session.storage, self._session.run), ""
+        except (OSError, MemckptError) as error:
+            return None, str(error)
+
     def _accept_nothing(self, plan: Plan) -> None:
         why = "".join(f"\n  {line}" for line in plan.rejected)
         if self._touched:
             raise damaged(why, self._session.run)
         if self._request.require and not self._request.start_over:
             raise NothingToRestore(
-                f"no step of run {self._session.run!r} is whole in the memory of its nodes{':' if why else ''}{why}",
+                f"no step of run {self._session.run!r} is whole in {self._looked()}{':' if why else ''}{why}",
                 run=self._session.run,
             )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from memckpt.comm.base import Communicator
 from memckpt.memory.arena import Arena
 from memckpt.recovery.inventory import Place
+from memckpt.storage.base import Storage
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,10 @@ class Session:
         Longest time without an answer before a peer is taken for lost.
     threads : int
         Threads of one copy.
+    storage : Storage or None
+        Where snapshots are persisted.
+    storage_deadline_s : float
+        Longest time for reading one shard from there.
     """
 
     comm: Communicator
@@ -44,6 +49,8 @@ class Session:
     copies: int
     deadline_s: float = 60.0
     threads: int = 2
+    storage: Storage | None = None
+    storage_deadline_s: float = 3600.0
 
     @property
     def node(self) -> str:

@@ -222,14 +222,14 @@ class Capture:
             lazy &= np.fromiter((k not in self._distrusted for k in pieces.keys), dtype=bool, count=len(lazy))
         return lazy
 
-    def fence(self) -> None:
+    def fence(self) -> bool:
         """Wait until the lazy copy is done; training may change the state afterwards. Called by the optimizers'
-        pre-hook.
+        pre-hook. Whether there was one.
         """
         with self._fencing:
             snapshot = self._open
             if snapshot is None:
-                return
+                return False
             assert snapshot.job is not None
             self._wait(snapshot.job, snapshot.step)
             faults.point("capture.copied", self._shard, snapshot.step)
@@ -240,6 +240,7 @@ class Capture:
             snapshot.fenced = True
             self._open = None
             faults.point("capture.fenced", self._shard, snapshot.step)
+            return True
 
     def settle(self) -> None:
         """As `fence`, where training may have changed the state already: every source is compared with its copy."""

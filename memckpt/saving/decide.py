@@ -7,7 +7,7 @@ for ranks that are more than a step behind. What a rank learns is therefore one 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -40,6 +40,8 @@ class Word:
     cost_us, step_us, replicate_us : int
         Measured here: training time that a save costs, usual duration of a step, from a save's begin to its commit, in
         microseconds; 0 while not known [the largest].
+    persist_cost_us, persist_us : int
+        The same for the storage tier: what it costs training, and how long it takes [the largest].
     """
 
     step: int | None
@@ -52,6 +54,8 @@ class Word:
     cost_us: int = 0
     step_us: int = 0
     replicate_us: int = 0
+    persist_cost_us: int = 0
+    persist_us: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,10 +70,12 @@ class Agreed:
         Every rank knows the outcome of the last save and has a slot for the next.
     leaving : bool
         Some rank is closing.
-    clock_ms, preempted, persist_idle, persisted_step, cost_us, step_us, replicate_us
+    clock_ms, preempted, persist_idle, persisted_step, cost_us, step_us, replicate_us, persist_cost_us, persist_us
         As in `Word`, over all ranks.
     troubled : int or None
         The first rank whose writing to storage failed.
+    index : int
+        Number of the exchange, from 0.
     """
 
     step: int | None
@@ -83,6 +89,9 @@ class Agreed:
     cost_us: int = 0
     step_us: int = 0
     replicate_us: int = 0
+    persist_cost_us: int = 0
+    persist_us: int = 0
+    index: int = field(default=0, compare=False)
 
 
 class Decisions:
@@ -146,7 +155,7 @@ class Decisions:
             raise StepMismatch(
                 f"ranks called step() with different numbers: from {low} to {-negative_high}", run=self._run, step=low
             )
-        self._last = _decode(values)
+        self._last = replace(_decode(values), index=self.count - 1)
         return self._last
 
 
@@ -167,15 +176,16 @@ def _encode(word: Word, rank: int) -> np.ndarray:
             -word.cost_us,
             -word.step_us,
             -word.replicate_us,
+            -word.persist_cost_us,
+            -word.persist_us,
         ],
         dtype=np.int64,
     )
 
 
 def _decode(values: np.ndarray) -> Agreed:
-    low, _, settled, staying, clock_ms, going_on, persist_idle, troubled, persisted, cost, step, replicate = (
-        int(v) for v in values
-    )
+    low, _, settled, staying, clock_ms, going_on, persist_idle, troubled, persisted, *durations = map(int, values)
+    cost_us, step_us, replicate_us, persist_cost_us, persist_us = (-d for d in durations)
     return Agreed(
         step=None if low == _NOBODY else low,
         settled=bool(settled),
@@ -185,7 +195,9 @@ def _decode(values: np.ndarray) -> Agreed:
         persist_idle=bool(persist_idle),
         troubled=None if troubled == _NOBODY else troubled,
         persisted_step=-persisted,
-        cost_us=-cost,
-        step_us=-step,
-        replicate_us=-replicate,
+        cost_us=cost_us,
+        step_us=step_us,
+        replicate_us=replicate_us,
+        persist_cost_us=persist_cost_us,
+        persist_us=persist_us,
     )

@@ -7,71 +7,27 @@ but never decide by.
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 
 from memckpt.assembly import Parts
 from memckpt.errors import DeadlineExceeded, PeerLost, SaveFailed, UsageError
 from memckpt.memory.slots import SlotPool
+from memckpt.preemption import Watch
 from memckpt.recovery.recover import Recovery
-from memckpt.reports import Stats
 from memckpt.saving.capture import Capture, Snapshot
 from memckpt.saving.decide import Agreed, Decisions, Word
+from memckpt.saving.due import Due, Schedule
+from memckpt.saving.durable import open_durable
 from memckpt.saving.engine import Engine, Outcome, Save
+from memckpt.saving.meter import Meter, microseconds
 from memckpt.saving.outgoing import FreshSource, History, SealedSource
 from memckpt.saving.replicate import Held, Pace
+from memckpt.saving.tally import Tally
 
-_KEPT_ERRORS = 20
 _TOLD_AFTER_S = 5.0  # an error of the state is raised when the others know of the no, or after so long
-
-
-class Tally:
-    """The counters of one Checkpointer, shared by its two threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._stats = Stats()
-        self._failed: list[Outcome] = []
-
-    def add(self, **amounts: float) -> None:
-        """Increase counters."""
-        with self._lock:
-            for name, amount in amounts.items():
-                setattr(self._stats, name, getattr(self._stats, name) + amount)
-
-    def set(self, **values: float) -> None:
-        """Replace values."""
-        with self._lock:
-            for name, value in values.items():
-                setattr(self._stats, name, value)
-
-    def count(self, outcome: Outcome) -> None:
-        """Note how a save ended."""
-        with self._lock:
-            stats = self._stats
-            stats.last_replicated_s, stats.last_committed_s = outcome.replicated_s, outcome.committed_s
-            if outcome.committed:
-                stats.commits += not outcome.protect
-                stats.committed_step = outcome.step
-                stats.protected = True
-            else:
-                stats.failed += 1
-                stats.errors = [*stats.errors, f"step {outcome.step}: {outcome.reason}"][-_KEPT_ERRORS:]
-                self._failed.append(outcome)
-
-    def take_failed(self) -> list[Outcome]:
-        """The saves that ended in no since the last call."""
-        with self._lock:
-            failed, self._failed = self._failed, []
-            return failed
-
-    def snapshot(self) -> Stats:
-        """A copy of the counters."""
-        with self._lock:
-            return replace(self._stats, errors=list(self._stats.errors))
+_STORAGE_PAUSE_S = 0.02  # between two exchanges that only wait for storage
 
 
 class Saving:
@@ -86,12 +42,26 @@ class Saving:
     recovery : Recovery
         What the generation begins with.
     tally : Tally
+    watch : Watch
+        Knows whether this process was told to stop.
     first_seq : int
         Sequence number of the last save of the generation before.
+
+    Attributes
+    ----------
+    preempted : bool
+        All ranks know that one was told to stop, and have saved the step at which they learnt it.
     """
 
     def __init__(
-        self, parts: Parts, capture: Capture, decisions: Decisions, recovery: Recovery, tally: Tally, first_seq: int
+        self,
+        parts: Parts,
+        capture: Capture,
+        decisions: Decisions,
+        recovery: Recovery,
+        tally: Tally,
+        watch: Watch,
+        first_seq: int,
     ) -> None:
         session = parts.session
         self._parts = parts
@@ -104,13 +74,25 @@ class Saving:
         self._rebuild_all = False
         self._holders = list(recovery.holders[session.rank])
         self._clients = [shard for shard, holders in enumerate(recovery.holders) if session.rank in holders]
-        self.pool = SlotPool(parts.arena, [session.rank, *self._clients], threads=parts.session.threads)
+        self.pool = SlotPool(parts.arena, [session.rank, *self._clients], threads=session.threads, leases=parts.leases)
         self.pool.adopt(recovery.free, recovery.pinned, recovery.base, recovery.own)
         self._history = History(parts.run, parts.job, session.rank, session.world, recovery.generation, recovery.base)
         self.seq = first_seq
         self._begun = False
         self._save_at_exchange = -1
-        self._exchanges_before = decisions.count
+        self._first_exchange = decisions.count
+        self._persist_at_exchange = -1
+        self._began_at = time.monotonic()
+        self._watch = watch
+        self.preempted = False
+        persist = self._options.persist
+        self._schedule = Schedule(
+            self._options.every,
+            None if persist is None else persist.every,
+            first_step=1 + (recovery.base.step if recovery.base is not None else 0),
+        )
+        self._meter = Meter()
+        self._durable = open_durable(parts, self.pool, decisions.count)
         self._needs_protection = recovery.base is not None
         self._steps_unprotected = 0
         self._last_started: float | None = None
@@ -130,13 +112,42 @@ class Saving:
 
     # -- what falls due ------------------------------------------------------------------------------------------------
 
-    def at(self, n: int, fired: Iterable[object]) -> None:
+    def at(self, n: int, fired: Iterable[object], metrics: Mapping[str, float] | None = None) -> None:
         """Training is at step `n`: exchange, and begin what is due. Collective."""
         agreed = self._decisions.exchange(self._word(n), poll=self.engine.pump)
-        self._begin_what_is_due(n, self._is_clear(agreed), fired, leaving=False)
+        self._turn(n, agreed, fired, metrics, leaving=False)
+
+    def observe(self, step_s: float, blocked_s: float, *, fenced: bool) -> None:
+        """Learn what saves cost, from the time of one step of training. Local.
+
+        Parameters
+        ----------
+        step_s : float
+            Seconds from the end of the last `Checkpointer.step` to the end of this one.
+        blocked_s : float
+            Part of it that was spent in memckpt.
+        fenced : bool
+            A save passed its fence in it.
+        """
+        persisting = self._durable is not None and not self._durable.idle
+        self._meter.observe(step_s, blocked_s, fenced=fenced, saving=self.engine.busy, persisting=persisting)
 
     def _word(self, n: int | None) -> Word:
-        return Word(n, settled=not self.engine.busy)
+        durable = self._durable
+        return Word(
+            n,
+            settled=not self.engine.busy,
+            clock_ms=int(1e3 * (time.monotonic() - self._began_at)),
+            preempted=self._watch.told,
+            persist_idle=durable is None or durable.idle,
+            troubled=durable is not None and durable.troubled,
+            persisted_step=-1 if durable is None else durable.persisted_step,
+            cost_us=microseconds(self._meter.memory.cost_s),
+            step_us=microseconds(self._meter.memory.step_s),
+            replicate_us=microseconds(self._tally.snapshot().last_committed_s),
+            persist_cost_us=microseconds(self._meter.storage.cost_s),
+            persist_us=0 if durable is None else microseconds(durable.last_s),
+        )
 
     def refuse(self, n: int, last: int) -> None:
         """This rank is at a step that does not follow `last`: let every other rank hear of it, and raise.
@@ -153,44 +164,105 @@ class Saving:
         raise UsageError(f"step({n}) after step {last}: steps are counted one by one", run=self._parts.run, step=n)
 
     def leave(self) -> None:
-        """Answer the decisions and votes of ranks that are still stepping until every rank is leaving. Collective."""
+        """Answer the decisions and votes of ranks that are still stepping until every rank is leaving, and nothing is
+        left to be written. Collective.
+        """
         end = time.monotonic() + self._options.deadline_s
         while True:
             agreed = self._decisions.exchange(self._word(None), poll=self.engine.pump)
-            clear = self._is_clear(agreed)
             now = self._decisions.complete(poll=self.engine.pump)
             assert now is not None
             if now.step is None:
                 break
-            self._begin_what_is_due(now.step, clear, (), leaving=True)
+            self._turn(now.step, agreed, (), None, leaving=True)
             if time.monotonic() > end:
                 raise DeadlineExceeded("other ranks went on training after this one closed", run=self._parts.run)
         self.wait_for_outcome()
+        persist = self._options.persist
+        self.wait_for_storage(None, self._options.deadline_s + (0.0 if persist is None else persist.deadline_s))
+
+    def wait_for_storage(self, step: int | None, timeout_s: float) -> bool:
+        """Exchange until no rank has anything left to write, and every rank has heard of every error. Collective.
+
+        Parameters
+        ----------
+        step : int or None
+            Where all ranks are; None: leaving.
+        timeout_s : float
+            By the agreed clock.
+
+        Returns
+        -------
+        bool
+            False when time ran out, on every rank alike.
+        """
+        if self._durable is None:
+            return True
+        first: Agreed | None = None
+        while True:
+            self._durable.hurry()
+            self._decisions.exchange(self._word(step), poll=self.engine.pump)
+            now = self._decisions.complete(poll=self.engine.pump)
+            assert now is not None
+            self._hear(now, self._is_clear(now))
+            if now.persist_idle and now.troubled is None:
+                break
+            first = first or now
+            if now.clock_ms - first.clock_ms > 1e3 * timeout_s:
+                return False
+            time.sleep(_STORAGE_PAUSE_S)
+        end = time.monotonic() + self._options.deadline_s
+        while self._durable.hears and time.monotonic() < end:
+            time.sleep(_STORAGE_PAUSE_S)
+        return True
 
     def _is_clear(self, agreed: Agreed | None) -> bool | None:
         """Whether every rank is known to know how the last save ended; None where some rank is leaving. Alike on all
         ranks.
         """
-        told_at = self._decisions.count - 2  # the exchange whose result `agreed` is
         if agreed is not None and agreed.leaving:
             return None
         if not self._begun:
             return True
-        return agreed is not None and agreed.settled and told_at > self._save_at_exchange
+        return agreed is not None and agreed.settled and agreed.index > self._save_at_exchange
 
-    def _begin_what_is_due(self, n: int, clear: bool | None, fired: Iterable[object], *, leaving: bool) -> None:
-        """Start the save, or the protection of the base, that is due.
+    def _hear(self, agreed: Agreed | None, clear: bool | None) -> None:
+        """Take in what all ranks said, unless that was before this generation."""
+        if agreed is None or agreed.index < self._first_exchange:
+            return
+        persisted = agreed.persist_idle and agreed.index > self._persist_at_exchange
+        self._schedule.hear(agreed, settled=clear is True, persisted=persisted)
+        self._tally.set(persisted_step=agreed.persisted_step)
+        if self._durable is not None:
+            self._durable.hear(agreed)
 
-        A rank that is leaving takes part in what the others start at that very exchange, with a no.
+    def _turn(
+        self,
+        n: int,
+        agreed: Agreed | None,
+        fired: Iterable[object],
+        metrics: Mapping[str, float] | None,
+        *,
+        leaving: bool,
+    ) -> None:
+        """One step's decisions. A rank that is leaving takes part in what the others start at that very exchange, with
+        a no.
         """
+        clear = self._is_clear(agreed)
+        self._hear(agreed, clear)
         if clear is None:
+            return
+        if agreed is not None and agreed.index >= self._first_exchange and agreed.preempted and not self.preempted:
+            self._stop_at(n, fired, metrics, leaving)
             return
         if self._needs_protection:
             self._limit_unprotected()
-        due = n % self._options.every == 0
-        waits = due and self._options.on_busy == "wait"
+        due = self._schedule.due(n)
+        if due.refused:
+            self._say_refused(n, due)
+        waits = due.save and (self._options.on_busy == "wait" or (due.persist and self._schedule.names_steps))
         if not clear and not waits:
-            self._tally.add(skipped=int(due))
+            self._tally.add(skipped=int(due.save))
             return
         if not clear:
             self.wait_for_outcome()
@@ -199,10 +271,35 @@ class Saving:
             if waits:
                 self.wait_for_outcome()
             if not waits or self._needs_protection:
-                self._tally.add(skipped=int(due))
+                self._tally.add(skipped=int(due.save))
                 return
-        if due:
-            self._save(n, fired, leaving)
+        if due.save:
+            self._save(n, fired, leaving, persist=due.persist, metrics=metrics)
+
+    def _say_refused(self, n: int, due: Due) -> None:
+        self._tally.add(persist_skipped=1)
+        if self._rank == 0:
+            warnings.warn(f"step {n} is not persisted: {due.refused}", RuntimeWarning, stacklevel=5)
+
+    def _stop_at(self, n: int, fired: Iterable[object], metrics: Mapping[str, float] | None, leaving: bool) -> None:
+        """Some rank was told to stop: save step `n` now, in memory at once, in storage within the grace time."""
+        self.preempted = True
+        self.wait_for_outcome()
+        if self._needs_protection:
+            self._protect()
+            self.wait_for_outcome()
+        if self._needs_protection:  # the base, which is all there is to lose, is still where it was restored from
+            return
+        persist = False
+        if self._durable is not None:
+            persist = self._durable.drain(self._watch.grace_left_s())
+        self._save(n, fired, leaving, persist=persist, metrics=metrics)
+        self._capture.settle()
+        self.wait_for_outcome()
+        if self._durable is not None and not self._durable.drain(self._watch.grace_left_s()):
+            warnings.warn(
+                f"step {n} is in memory, but not in storage within the grace time", RuntimeWarning, stacklevel=5
+            )
 
     def _limit_unprotected(self) -> None:
         self._steps_unprotected += 1
@@ -212,7 +309,20 @@ class Saving:
 
     # -- starting it ---------------------------------------------------------------------------------------------------
 
-    def _save(self, n: int, fired: Iterable[object], leaving: bool) -> None:
+    def _save(
+        self,
+        n: int,
+        fired: Iterable[object],
+        leaving: bool,
+        *,
+        persist: bool,
+        metrics: Mapping[str, float] | None,
+    ) -> None:
+        self._schedule.began(n, persist=persist)
+        if persist:
+            assert self._durable is not None
+            self._persist_at_exchange = self._decisions.count - 1
+            self._durable.decided(n, metrics)
         if leaving:
             snapshot = Snapshot(n, None, torn="this rank has closed its Checkpointer", fenced=True)
         else:
@@ -307,6 +417,15 @@ class Saving:
 
     def report_failed(self) -> None:
         """Warn of the saves that ended in no since the last call, or raise, as the user chose."""
+        for trouble in self._durable.take_troubles() if self._durable is not None else ():
+            self._tally.add(persist_failed=1)
+            self._tally.note(f"step {trouble.step}: not persisted: rank {trouble.rank}: {trouble.text}")
+            self._tell(
+                SaveFailed(
+                    f"step {trouble.step} was committed, but not persisted: rank {trouble.rank}: {trouble.text}",
+                    run=self._parts.run, step=trouble.step, rank=trouble.rank,
+                )
+            )  # fmt: skip
         for outcome in self._tally.take_failed():
             if outcome.protect:  # nothing to decide for the user: it is tried again until it is a yes
                 warnings.warn(
@@ -322,9 +441,16 @@ class Saving:
                 step=outcome.step,
                 rank=outcome.reason.rank if outcome.reason.rank >= 0 else None,
             )
-            if self._options.on_error == "raise":
-                raise error
-            warnings.warn(str(error), RuntimeWarning, stacklevel=3)
+            self._tell(error)
+
+    def _tell(self, error: SaveFailed) -> None:
+        if self._options.on_error == "raise":
+            raise error
+        warnings.warn(str(error), RuntimeWarning, stacklevel=4)
+
+    def drain_storage(self, timeout_s: float) -> bool:
+        """Wait until this rank has nothing left to write to storage; False when time ran out."""
+        return self._durable is None or self._durable.drain(timeout_s)
 
     def stop(self, timeout_s: float, *, park: bool = False) -> None:
         """End the engine's thread and let go of the slots; files and seals stay as they are.
@@ -332,10 +458,14 @@ class Saving:
         With `park` the arena keeps the mappings for the generation that follows in this process.
         """
         self.engine.stop(timeout_s)
+        if self._durable is not None:
+            self._durable.stop(timeout_s)
         self.pool.close(park=park)
 
     def _on_outcome(self, outcome: Outcome) -> None:
         self._tally.count(outcome)
+        if self._durable is not None:
+            self._durable.on_outcome(outcome)
         if not outcome.committed:
             self._rebuild_all |= outcome.protect
             return

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from typing_extensions import Buffer
 
 from memckpt import _native
-from memckpt.errors import CorruptSnapshot, MemckptError, ProtocolError, UsageError
+from memckpt.errors import CorruptSnapshot, MemckptError, UsageError
 from memckpt.format.seal import MAX_NBYTES, Seal
 from memckpt.format.seal import decode as decode_seal
 from memckpt.storage import marker as names
@@ -51,39 +51,6 @@ def read_seal(storage: Storage, stored: Stored, rank: int) -> Seal:
     if (seal.shard, seal.nbytes, seal.layout) != (record.shard, record.nbytes, record.layout):
         raise CorruptSnapshot("seal and marker disagree on the shard", path=path)
     return seal
-
-
-def read_records(storage: Storage, seal: Seal, known: Collection[int] = ()) -> dict[int, ShardRecord]:
-    """What is there already of a checkpoint that is being written, for its marker. Local.
-
-    Parameters
-    ----------
-    seal : Seal
-        Of any shard of the checkpoint.
-    known : collection of int
-        Shards that need not be looked at again.
-
-    Returns
-    -------
-    dict of int to ShardRecord
-        By shard. A shard whose seal is of another checkpoint, or broken, is not there.
-    """
-    directory = f"{names.run_directory(seal.run)}/{names.directory_name(seal.step, seal.generation.id)}"
-    there = {entry.path: entry.nbytes for entry in storage.entries(directory, 1)}
-    records = {}
-    for shard in range(seal.world):
-        path = f"{directory}/{names.seal_name(shard)}"
-        if shard in known or not 0 < there.get(path, 0) <= MAX_NBYTES:
-            continue
-        data = bytearray(there[path])
-        encoded = bytes(data[: storage.get(path, 0, memoryview(data))])
-        try:
-            found = decode_seal(encoded)
-        except (CorruptSnapshot, ProtocolError):
-            continue
-        if names.checkpoint_of(found) == names.checkpoint_of(seal) and found.shard == shard:
-            records[shard] = names.record(found, encoded)
-    return records
 
 
 def read_shard(storage: Storage, stored: Stored, rank: int, memory: Buffer, *, threads: int = 4) -> Seal:

@@ -52,6 +52,7 @@ def train(ctx: Context) -> None:
         name="campaign",
         redundancy=Mirror(1),
         deadline=DEADLINE_S,
+        every=1,
         on_busy="wait" if PATIENT else "skip",
         quiet=True,
     )

@@ -30,7 +30,7 @@ def used():
     rss = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
     return rss, sum(f.stat().st_size for f in base.rglob("*") if f.is_file())
 
-ckpt = memckpt.Checkpointer({"model": model, "optimizer": optimizer}, name="long", on_busy="wait", quiet=True)
+ckpt = memckpt.Checkpointer({"model": model, "optimizer": optimizer}, name="long", every=1, on_busy="wait", quiet=True)
 ckpt.restore()
 marks = []
 for n in range(1, 1001):

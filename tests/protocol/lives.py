@@ -199,6 +199,7 @@ class Life:
             comm=comm,
             redundancy=Mirror(1),
             deadline=DEADLINE_S,
+            every=1,
             on_busy="wait" if self.script.patient else "skip",
             quiet=True,
         )

@@ -52,7 +52,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     deadline = float(os.environ.get("TEST_DEADLINE", "30"))
     with memckpt.Checkpointer(
-        {"model": model, "optimizer": optimizer}, name="train", on_busy="wait", deadline=deadline, quiet=True
+        {"model": model, "optimizer": optimizer}, name="train", every=1, on_busy="wait", deadline=deadline, quiet=True
     ) as ckpt:
         report = ckpt.restore()
         say("restored", rank, report.step, digest(model, optimizer), report.sources[rank])
