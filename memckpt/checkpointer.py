@@ -378,6 +378,8 @@ class Checkpointer:
                 self._capture.settle()
                 self._saving.engine.hurry()
                 self._saving.engine.wait(min(_DRAIN_AFTER_ERROR_S, self._options.deadline_s))
+                if self._watch.told and not self.preempted:
+                    self._saving.salvage()
                 self._saving.drain_storage(_DRAIN_STORAGE_AFTER_ERROR_S)
         self.abandon()
 

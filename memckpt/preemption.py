@@ -87,7 +87,11 @@ class Watch:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         before = self._before.get(number)
         if os.getpid() != self._pid:  # a forked worker has inherited this: it has nothing to save
-            self._as_before(number, before, frame)
+            if callable(before):
+                before(number, frame)
+            elif number != signal.SIGUSR1 and before != signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
             return
         if self._told_at is None:
             self._told_at = time.monotonic()
@@ -97,13 +101,6 @@ class Watch:
             self._timer.start()
         if callable(before):
             before(number, frame)
-
-    def _as_before(self, number: int, before: _Handler, frame: FrameType | None) -> None:
-        if callable(before):
-            before(number, frame)
-        elif before != signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
 
     def _give_up(self) -> None:
         os.write(2, f"memckpt: {self._grace_s:g} s of grace after SIGTERM are over; this process ends\n".encode())

@@ -29,10 +29,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--scenario",
-        choices=("in-job", "relaunch"),
+        choices=("in-job", "relaunch", "storage"),
         default="in-job",
         help="in-job: one rank dies, a spare takes its place; relaunch: the whole job dies, one of two pretended nodes "
-        "loses its memory, and the job is started again with its ranks permuted (default: in-job)",
+        "loses its memory, and the job is started again with its ranks permuted; storage: the whole job dies and both "
+        "nodes lose their memory, so that owner and buddy are gone, and the state comes from storage (default: in-job)",
     )
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds until it gives up (default: 300)")
     parser.add_argument("--keep", action="store_true", help="keep the run's memory and the logs")
@@ -78,8 +79,8 @@ def _unfit(args: argparse.Namespace) -> str | None:
         return "--steps must be 8 or more, so that there is something before and after the failure"
     if args.scenario == "in-job" and args.spares < 1:
         return "--spares must be 1 or more, to take the lost rank's place"
-    if args.scenario == "relaunch" and args.signal != "KILL":
-        return "--scenario relaunch kills the whole job; --signal STOP has no meaning there"
+    if args.scenario != "in-job" and args.signal != "KILL":
+        return f"--scenario {args.scenario} kills the whole job; --signal STOP has no meaning there"
     if args.seed is not None and args.seed < 0:
         return "--seed must not be negative"
     return None

@@ -1,4 +1,4 @@
-"""The demonstration's own memory: losing a pretended node, and clearing up at the end."""
+"""The demonstration's own memory and storage: losing a pretended node, and looking at what is left."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 import shutil
 from pathlib import Path
 
+from memckpt import storage
 from memckpt.memory.arena import default_base
+from memckpt.storage import checkpoints
 
 
 def _root() -> Path:
@@ -21,3 +23,9 @@ def wipe(node: str) -> None:
 def left(nodes: list[str]) -> list[Path]:
     """What lies in the memory of `nodes`. Local."""
     return [path for node in nodes for path in sorted((_root() / node).rglob("*"))]
+
+
+def newest_persisted(directory: Path, run: str) -> int | None:
+    """Newest step of `run` that is complete in storage, None while there is none: found by looking there. Local."""
+    complete = [s for s in checkpoints.scan(storage.open(directory), run) if s.complete]
+    return max((s.step for s in complete), default=None)

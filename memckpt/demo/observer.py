@@ -103,7 +103,8 @@ class Observer:
         reference_log, reference = self._log("reference"), self._log("reference").name
         job, follower = self._start(reference, s.active, ["--plain"])
         self._finish(job, follower, s.active, reference)
-        recovery = self._in_job() if s.scenario == "in-job" else self._relaunch()
+        carry_out = {"in-job": self._in_job, "relaunch": self._relaunch, "storage": self._from_storage}
+        recovery = carry_out[s.scenario]()
         uninterrupted = History.of(follower.events)
         comparison = Comparison()
         comparison.steps(uninterrupted.lives, recovery.lives, s.active, s.steps)
@@ -165,6 +166,40 @@ class Observer:
             choice.rank, victim.pid, at, before, after, self._log("recovered"), in_job=False, restarted_at=restarted_at
         )
 
+    def _from_storage(self) -> Recovery:
+        s = self.settings
+        choice = choose(s.seed, s.steps, s.active)
+        names = self._nodes = [f"{self.run}-a", f"{self.run}-b"]
+        nodes = ",".join(names[rank * 2 // s.active] for rank in range(s.active))
+        directory = self._directory / "storage"
+        more = ["--nodes", nodes, "--persist", str(directory), "--persist-every", str(max(1, s.steps // 8))]
+        self._say("training again, under memckpt, which also persists; both pretended nodes are going to be lost")
+        job, follower = self._start("killed", s.active, more)
+        victim = self._wait_for(
+            choice, job, follower, "killed", and_for=lambda: memory.newest_persisted(directory, self.run) is not None
+        )
+        at = now()
+        job.kill()
+        for name in names:
+            memory.wipe(name)
+        if left := memory.left(names):
+            raise DemoFailed(f"memory that should be lost is still there: {left[0]}")
+        follower.poll()
+        before = History.of(follower.events).lives
+        persisted = memory.newest_persisted(directory, self.run)
+        self._say(
+            f"job killed in step {victim.last_step + 1}, memory of both nodes wiped; step {persisted} is in storage; "
+            "starting again"
+        )
+        restarted_at = now()
+        job, follower = self._start("recovered", s.active, more)
+        self._finish(job, follower, s.active, "recovered")
+        after = History.of(follower.events)
+        return Recovery(
+            choice.rank, victim.pid, at, before, after, self._log("recovered"),
+            in_job=False, restarted_at=restarted_at, persisted_step=persisted,
+        )  # fmt: skip
+
     def _log(self, name: str) -> Path:
         path = self._directory / name
         path.mkdir(exist_ok=True)
@@ -184,12 +219,14 @@ class Observer:
         self._jobs.append(job)
         return job, Follower(log)
 
-    def _wait_for(self, choice: Choice, job: Job, follower: Follower, name: str) -> Life:
-        """The life of the victim, when the chosen moment has come."""
+    def _wait_for(
+        self, choice: Choice, job: Job, follower: Follower, name: str, and_for: Callable[[], bool] = lambda: True
+    ) -> Life:
+        """The life of the victim, when the chosen moment has come, and `and_for` with it."""
         while True:
             if follower.poll():
                 life = History.of(follower.events).latest().get(choice.rank)
-                if life is not None and life.last_step >= choice.step and len(life.steps) >= 2:
+                if life is not None and life.last_step >= choice.step and len(life.steps) >= 2 and and_for():
                     break
             self._look(job, name)
             time.sleep(0.001)

@@ -20,6 +20,10 @@ def rows(recovery: Recovery) -> list[tuple[float, str, str]]:
             found.append((first.at, who, f"{how}, in generation {first.generation}"))
             if life.restored:
                 r = life.restored
+                if r.source == "storage":
+                    # The report has durations only; loading is the last of them.
+                    read = f"has read its snapshot from storage, in {r.seconds.get('fetch', 0.0) * 1e3:.1f} ms"
+                    found.append((r.at - r.seconds.get("load", 0.0), who, read))
                 found.append(
                     (r.at, who, f"has step {r.step} back, {r.nbytes / 1e6:.1f} MB in all, its own part from {r.source}")
                 )
@@ -39,8 +43,11 @@ def show(console: Console, verdict: Verdict, recovery: Recovery) -> None:
     table.add_column("seconds", justify="right")
     table.add_column("who")
     table.add_column("what")
-    signal = "the whole job" if verdict.scenario == "relaunch" else f"process {verdict.victim_pid}"
+    signal = f"process {verdict.victim_pid}" if recovery.in_job else "the whole job"
     told = [(0.0, "observer", f"sends {verdict.signal} to {signal}, in step {verdict.killed_at_step}")]
+    if recovery.persisted_step is not None:
+        lost = f"all memory is gone; step {recovery.persisted_step} is the newest in storage; starts the job again"
+        told.append((recovery.restarted_at - recovery.at, "observer", lost))
     for at, who, what in sorted(told + rows(recovery)):
         style = "bold red" if who == "observer" else None
         table.add_row(f"{at:+.3f}", who, what, style=style)

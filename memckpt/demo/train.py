@@ -25,6 +25,7 @@ from memckpt.checkpointer import Checkpointer
 from memckpt.demo import log as events
 from memckpt.demo.gpt import GPT, GPTConfig
 from memckpt.demo.text import Batches, standard_library
+from memckpt.options import Persist
 
 BATCH = 8
 CLIP = 1.0
@@ -139,6 +140,8 @@ class Program:
         training = Training.build(ctx.rank, ctx.world, self.args.seed, self.args.steps)
         # "wait": a save that falls due while the last one is on its way is not skipped, so that every step is there.
         options: dict[str, Any] = {"every": 1, "on_busy": "wait", "deadline": self.args.deadline}
+        if self.args.persist is not None:
+            options["persist"] = Persist(self.args.persist, every=self.args.persist_every)
         with Checkpointer(training.states(), name=self.args.run, **options) as checkpointer:
             report = checkpointer.restore()
             self.log.write(
@@ -170,6 +173,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--deadline", type=float, default=20.0, help="seconds to wait for a peer that shows no sign of life"
     )
     parser.add_argument("--nodes", default="", help="pretended node of each MPI rank, separated by commas")
+    parser.add_argument("--persist", type=Path, help="directory to which snapshots also go")
+    parser.add_argument("--persist-every", type=int, default=1, help="steps between those that go there")
     parser.add_argument("--keep", action="store_true", help="leave the memory at the end")
     parser.add_argument("--plain", action="store_true", help="train without memckpt")
     return parser.parse_args(argv)

@@ -33,6 +33,9 @@ class Recovery:
         Whether the job itself went on.
     restarted_at : float
         When the job was started again; `at` within a job.
+    persisted_step : int or None
+        What the observer found to be the newest complete step in storage when all memory was lost; None where memory
+        was left.
     """
 
     rank: int
@@ -43,6 +46,7 @@ class Recovery:
     log: Path
     in_job: bool
     restarted_at: float
+    persisted_step: int | None = None
 
     @property
     def lives(self) -> list[Life]:
@@ -104,8 +108,10 @@ class Recovery:
             found.append("the training started over instead of coming back")
         if recovered_step >= max((life.steps[0].step for life in back if life.steps), default=0):
             found.append("no step was done after coming back")
-        if lost_steps > MOST_LOST_STEPS:
+        if self.persisted_step is None and lost_steps > MOST_LOST_STEPS:
             found.append(f"{lost_steps} finished steps were lost, more than {MOST_LOST_STEPS}")
+        if self.persisted_step is not None and recovered_step != self.persisted_step:
+            found.append(f"back at step {recovered_step}, while step {self.persisted_step} was complete in storage")
         if any(life.pid == self.pid for life in back):
             found.append(f"the victim, process {self.pid}, went on as if nothing had happened")
         if self.in_job:
@@ -115,13 +121,15 @@ class Recovery:
                 for life in back
                 if life.rank != self.rank and was.get(life.rank) != life.pid
             ]
-        wrong = [
-            f"rank {life.rank}: {life.restored.source}"
-            for life in back
-            if life.restored and life.restored.source not in ("own", "peer")
-        ]
-        if wrong:
-            found.append(f"state that came neither from own nor from a peer's memory ({', '.join(wrong)})")
+        return found + self._wrong_sources()
+
+    def _wrong_sources(self) -> list[str]:
+        sources = {life.rank: life.restored.source for life in self.back() if life.restored}
+        right = ("own", "peer") if self.persisted_step is None else ("storage",)
+        wrong = ", ".join(f"rank {rank}: {source}" for rank, source in sources.items() if source not in right)
+        if self.persisted_step is not None:
+            return [f"all memory was lost, and yet state came from elsewhere than storage ({wrong})"] if wrong else []
+        found = [f"state that came neither from own nor from a peer's memory ({wrong})"] if wrong else []
         if self.source != "peer":
             found.append(f"the lost rank's state came from {self.source!r}, not from a peer")
         return found
@@ -132,7 +140,7 @@ class Recovery:
         sources = {life.rank: life.restored.source for life in self.back() if life.restored}
         if self.in_job:
             return sources.get(self.rank, "none")
-        return next((s for s in ("peer", "own") if s in sources.values()), "none")
+        return next((s for s in ("storage", "peer", "own") if s in sources.values()), "none")
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -157,6 +165,7 @@ class Verdict(msgspec.Struct, frozen=True):
     elapsed_s: float
     proved: bool
     problems: list[str] = field(default_factory=list)
+    persisted_step: int | None = None
 
 
 def conclude(
@@ -183,5 +192,5 @@ def conclude(
         bitwise_equal=comparison.equal,
         compared={"losses": comparison.losses, "digests": comparison.digests, "final_nbytes": comparison.final_nbytes},
         seconds=recovery.seconds(), elapsed_s=round(elapsed_s, 3),
-        proved=not problems and comparison.equal, problems=problems,
+        proved=not problems and comparison.equal, problems=problems, persisted_step=recovery.persisted_step,
     )  # fmt: skip

@@ -101,10 +101,19 @@ class Durable:
 
     def _submit(self) -> None:
         slot = self._pool.lease(self._comm.rank)
-        assert slot is not None, "the last lease has ended, or no rank would have decided to persist"
-        seal = slot.read_seal()
-        assert seal is not None
+        seal = slot.read_seal() if slot is not None else None
+        if slot is None or seal is None:  # nothing committed in this generation yet
+            return
         self._persister.submit(Task(slot, seal, self._metrics, lambda: self._pool.release(slot)))
+
+    def salvage(self) -> None:
+        """Write the newest committed step, where nothing is under way: for the end by an error after a preemption, when
+        ranks can agree on nothing any more. Complete if they all come to the same step.
+        """
+        with self._lock:
+            if self.idle:
+                self._metrics = None
+                self._submit()
 
     # -- what went wrong -----------------------------------------------------------------------------------------------
 

@@ -452,6 +452,16 @@ class Saving:
         """Wait until this rank has nothing left to write to storage; False when time ran out."""
         return self._durable is None or self._durable.drain(timeout_s)
 
+    def salvage(self) -> bool:
+        """Bring the newest committed step of this rank to storage within the grace time, without a word to the others;
+        False when time ran out. Local.
+        """
+        if self._durable is None:
+            return True
+        self._durable.drain(self._watch.grace_left_s())
+        self._durable.salvage()
+        return self._durable.drain(self._watch.grace_left_s())
+
     def stop(self, timeout_s: float, *, park: bool = False) -> None:
         """End the engine's thread and let go of the slots; files and seals stay as they are.
 
