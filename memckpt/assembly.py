@@ -142,6 +142,7 @@ def open_parts(
     ranks = _introduce(base, mine, options.deadline_s)
     on_node = sum(hello.node == arena.node for hello in ranks)
     threads = max(1, min(_COPY_THREADS, len(os.sched_getaffinity(0)) // on_node))
+    persist = options.persist
     session = Session(
         comm=base,
         arena=arena,
@@ -152,8 +153,8 @@ def open_parts(
         copies=copies,
         deadline_s=options.deadline_s,
         threads=threads,
-        storage=None if options.persist is None else storage.open(options.persist.target),
-        storage_deadline_s=0.0 if options.persist is None else options.persist.deadline_s,
+        storage=None if persist is None else storage.open(persist.target, persist.storage_options),
+        storage_deadline_s=0.0 if persist is None else persist.deadline_s,
     )
     lock = arena.lock(rank=base.rank)
     try:

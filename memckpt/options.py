@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from memckpt.errors import UsageError
 from memckpt.policy import describe
@@ -38,6 +39,9 @@ class Persist:
         Seconds over which ranks begin one after another, so that thousands do not come at once. Default: a fiftieth
         of a second for each rank, at most half a minute.
 
+    storage_options : mapping, optional
+        What fsspec passes on to the file system of a URL, such as an endpoint; never shown.
+
     Raises
     ------
     UsageError
@@ -50,6 +54,7 @@ class Persist:
     bandwidth: float | None
     deadline_s: float
     stagger_s: float | None
+    storage_options: Mapping[str, Any] | None
 
     def __init__(
         self,
@@ -60,6 +65,7 @@ class Persist:
         bandwidth: float | None = None,
         deadline: float = 3600.0,
         stagger: float | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         if not os.fspath(target):
             raise UsageError("Persist(target) takes a directory or a URL, not nothing")
@@ -76,6 +82,7 @@ class Persist:
             "bandwidth": bandwidth,
             "deadline_s": float(deadline),
             "stagger_s": stagger,
+            "storage_options": storage_options,
         }.items():
             object.__setattr__(self, field, value)
 

@@ -294,8 +294,9 @@ class Persister:
         )
         chosen = select(self._manner.keep, [info for info, _ in complete], context=context)
         remove = [s for info, s in complete if any(info is c for c in chosen)]
+        # No rank writes an older step any more: one is begun when every rank has done with the last.
         remove += [s for s in found if not s.complete and s.step < seal.step]
-        checkpoints.prune(self._storage, remove, running=seal.generation.id)
+        checkpoints.prune(self._storage, remove)
 
 
 def _info(stored: checkpoints.Stored) -> CheckpointInfo:
