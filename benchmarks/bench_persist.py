@@ -2,9 +2,10 @@
 
 ``mpirun --oversubscribe -n 2 python benchmarks/bench_persist.py [--json] [--quick] [--directory DIR]``
 
-Two ranks with one thread and a node each (by name; it is one machine), ``Mirror(1)``, all files on the disk of DIR. What
-each way of writing left is read back and compared before anything is timed. All ways take turns in the same run; each
-figure is the median over rounds, each round the slowest rank. Rates are of the state's bytes, of both ranks together.
+Two ranks with one thread and a node each (by name; it is one machine), ``Mirror(1)``, all files on the disk of DIR.
+What each way of writing left is read back and compared before anything is timed. All ways take turns in the same run;
+each figure is the median over rounds, each round the slowest rank. Rates are of the state's bytes, of both ranks
+together.
 
 persist
     From the moment the snapshot is committed until the marker is durable (data, seal, directory and marker flushed),
@@ -38,7 +39,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import _common
 import torch
@@ -230,7 +230,9 @@ def validate(persisting: Persisting, ways: list[Way]) -> None:
         remove(way.files)
 
 
-def writes(persisting: Persisting, ways: list[Way], rounds: dict[type[Way], int]) -> tuple[float, dict[type[Way], float]]:
+def writes(
+    persisting: Persisting, ways: list[Way], rounds: dict[type[Way], int]
+) -> tuple[float, dict[type[Way], float]]:
     """Median seconds that memckpt and the others take, in turns. Collective."""
     ours: list[float] = []
     others: dict[type[Way], list[float]] = {type(way): [] for way in ways}
