@@ -13,10 +13,11 @@ from memckpt.errors import MemckptError
 
 COMMANDS = {
     "demo": "kill a rank of a training run and prove that it comes back bit for bit",
-    "ls": "list the runs whose memory is on this node",
-    "inspect": "show seals and tensors of a run's snapshots",
-    "verify": "check every byte of a run's snapshots against their seals",
-    "rm": "remove a run's memory from this node",
+    "ls": "list the runs in this node's memory, or the checkpoints in a storage",
+    "inspect": "show seals and tensors of a run's snapshots, in memory or in a storage",
+    "verify": "check every byte of a run's snapshots against their seals, in memory or in a storage",
+    "rm": "remove a run's memory from this node, or a checkpoint from a storage",
+    "prune": "remove checkpoints from a storage that no rule keeps",
     "doctor": "find out what works on this machine, what is missing and what to do",
 }
 
@@ -31,7 +32,7 @@ def _version() -> str:
 def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     """The parser for `argv`, with the options of the command in it."""
     parser = argparse.ArgumentParser(
-        prog="memckpt", description="Checkpoints in memory: what lies on this node, and whether it is good."
+        prog="memckpt", description="Checkpoints in memory and in storage: what there is, and whether it is good."
     )
     parser.add_argument("--version", action="version", version=f"memckpt {_version()}")
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
@@ -68,5 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has gone (a pager, head); the interpreter must not try to flush into it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        print(f"memckpt: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130

@@ -17,9 +17,9 @@ from memckpt.memory.arena import Arena, default_base
 
 
 def add_options(parser: argparse.ArgumentParser, *, run: bool) -> None:
-    """The options that every command on runs has; with `run`, the run is named."""
-    if run:
-        parser.add_argument("name", metavar="RUN", help="name of the run, or NAME@JOB")
+    """The options that every command on runs has; with `run`, the run has to be named."""
+    what = "name of a run in memory, or NAME@JOB; or a directory or URL, with a / in it, for storage"
+    parser.add_argument("name", metavar="RUN|DIR|URL", nargs="?", help=what if run else f"only this: {what}")
     parser.add_argument("--base", help="where memory lies (default: MEMCKPT_SHM, else /dev/shm)")
     parser.add_argument("--node", help="only this node's name (default: every one that is found here)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -92,6 +92,8 @@ def find(args: argparse.Namespace) -> list[Arena]:
 
 def find_or_fail(args: argparse.Namespace) -> list[Arena]:
     """Like `find`, but UsageError when there is none."""
+    if args.name is None:
+        raise UsageError("name a run in memory, or a directory or URL of a storage")
     arenas = find(args)
     if not arenas:
         where = args.base or default_base()

@@ -1,20 +1,25 @@
-"""``memckpt inspect``: seals and tensors of a run's snapshots."""
+"""``memckpt inspect``: seals and tensors of a run's snapshots in memory; see also `stored.inspect`."""
 
 from __future__ import annotations
 
 import argparse
 import mmap
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
 from rich.markup import escape
 
 from memckpt.cli import common
+from memckpt.cli.stored import find
 from memckpt.errors import MemckptError, UsageError
 from memckpt.format.seal import Seal
 from memckpt.memory import files
 from memckpt.memory.arena import Arena, Found
 from memckpt.memory.budget import format_nbytes
+
+if TYPE_CHECKING:
+    from memckpt.format.header import Parsed
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -22,6 +27,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("inspect", help="show seals and tensors of a run's snapshots")
     common.add_options(parser, run=True)
     parser.add_argument("--slot", help="show the tensors of this slot, too")
+    find.add_options(parser)
+    parser.add_argument("--shard", type=int, help="show the tensors of this shard in storage, too")
     parser.set_defaults(run=run)
 
 
@@ -45,8 +52,8 @@ def seal_dict(seal: Seal) -> dict[str, Any]:
     }
 
 
-def entries_of(arena: Arena, slot: str, nbytes: int) -> tuple[list[dict[str, Any]], int, int]:
-    """Every named tensor in a slot, the first byte of the data, and the bytes of plain values. Local.
+def contents_of(arena: Arena, slot: str, nbytes: int) -> dict[str, Any]:
+    """What lies in a slot, as `contents` says it. Local.
 
     Raises
     ------
@@ -61,6 +68,11 @@ def entries_of(arena: Arena, slot: str, nbytes: int) -> tuple[list[dict[str, Any
             parsed = parse(whole, nbytes)
     finally:
         os.close(fd)
+    return contents(parsed)
+
+
+def contents(parsed: Parsed) -> dict[str, Any]:
+    """Every named tensor ("entries"), the first byte of the data, and the bytes of plain values. Local."""
     rows = [
         {
             "key": named.key,
@@ -75,7 +87,7 @@ def entries_of(arena: Arena, slot: str, nbytes: int) -> tuple[list[dict[str, Any
         for entry in parsed.entries
         for named in entry.names()
     ]
-    return rows, parsed.data_offset, len(parsed.plain)
+    return {"entries": rows, "data_offset": parsed.data_offset, "plain_nbytes": len(parsed.plain)}
 
 
 def _slot_dict(arena: Arena, found: Found, *, with_entries: bool) -> dict[str, Any]:
@@ -89,9 +101,7 @@ def _slot_dict(arena: Arena, found: Found, *, with_entries: bool) -> dict[str, A
     }
     if with_entries and found.seal is not None:
         try:
-            says["entries"], says["data_offset"], says["plain_nbytes"] = entries_of(
-                arena, found.slot, found.seal.nbytes
-            )
+            says |= contents_of(arena, found.slot, found.seal.nbytes)
         except (MemckptError, OSError) as error:
             says["reason"] = str(error)
     return says
@@ -99,6 +109,11 @@ def _slot_dict(arena: Arena, found: Found, *, with_entries: bool) -> dict[str, A
 
 def run(args: argparse.Namespace) -> int:
     """Carry the command out. Local."""
+    target = find.target(args)
+    if target is not None:
+        from memckpt.cli.stored import inspect
+
+        return inspect.run(args, target)
     slots = [
         _slot_dict(arena, found, with_entries=args.slot is not None)
         for arena in common.find_or_fail(args)
@@ -136,18 +151,26 @@ def run(args: argparse.Namespace) -> int:
     for slot in slots:
         if "entries" in slot:
             out.print()
-            tensors = common.table("KEY", "DTYPE", "SHAPE", "BYTES", "SHARES", right=("BYTES",))
-            for entry in slot["entries"]:
-                shape = str(entry["shape"])
-                if entry["global_shape"] is not None:
-                    shape += f" at {entry['offsets']} of {entry['global_shape']}"
-                tensors.add_row(
-                    escape(entry["key"]),
-                    entry["dtype"],
-                    escape(shape),
-                    str(entry["nbytes"]),
-                    escape(entry["shares"] or ""),
-                )
-            out.print(tensors)
-            out.print(f"{len(slot['entries'])} tensors, {slot['plain_nbytes']} bytes of plain values")
+            show_contents(out, slot)
     return 0
+
+
+def show_contents(out: Console, says: dict[str, Any]) -> None:
+    """A table of the tensors that `contents` told, or the reason why there is none. Local."""
+    if "entries" not in says:
+        out.print(escape(says["reason"]), soft_wrap=True)
+        return
+    tensors = common.table("KEY", "DTYPE", "SHAPE", "BYTES", "SHARES", right=("BYTES",))
+    for entry in says["entries"]:
+        shape = str(entry["shape"])
+        if entry["global_shape"] is not None:
+            shape += f" at {entry['offsets']} of {entry['global_shape']}"
+        tensors.add_row(
+            escape(entry["key"]),
+            entry["dtype"],
+            escape(shape),
+            str(entry["nbytes"]),
+            escape(entry["shares"] or ""),
+        )
+    out.print(tensors)
+    out.print(f"{len(says['entries'])} tensors, {says['plain_nbytes']} bytes of plain values")

@@ -1,4 +1,4 @@
-"""``memckpt ls``: the runs whose memory is on this node."""
+"""``memckpt ls``: the runs whose memory is on this node; see also `stored.ls`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from rich.markup import escape
 
 from memckpt.cli import common
+from memckpt.cli.stored import find
 from memckpt.errors import MemckptError
 from memckpt.memory.arena import Arena, default_base
 from memckpt.memory.budget import format_nbytes
@@ -15,8 +16,9 @@ from memckpt.memory.budget import format_nbytes
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to the command line. Local."""
-    parser = subparsers.add_parser("ls", help="list the runs whose memory is on this node")
+    parser = subparsers.add_parser("ls", help="list the runs in this node's memory, or the checkpoints in a storage")
     common.add_options(parser, run=False)
+    find.add_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -62,9 +64,17 @@ def describe(arena: Arena) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Carry the command out. Local."""
+    target = find.target(args)
+    if target is not None:
+        from memckpt.cli.stored import ls
+
+        return ls.run(args, target)
     runs: list[dict[str, Any]] = []
     refused: list[dict[str, str]] = []
+    wanted = None if args.name is None else {str(arena.path) for arena in common.find_or_fail(args)}
     for place in common.places(args.base, args.node):
+        if wanted is not None and place.path not in wanted:
+            continue
         if place.arena is None:
             refused.append({"path": place.path, "problem": str(place.problem)})
             continue

@@ -1,4 +1,4 @@
-"""``memckpt rm``: remove a run's memory from this node."""
+"""``memckpt rm``: remove a run's memory from this node; see also `stored.rm`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from memckpt.cli import common
+from memckpt.cli.stored import find
 from memckpt.errors import ForeignMemory, RunInUse
 from memckpt.memory.arena import Arena
 from memckpt.memory.budget import format_nbytes
@@ -17,11 +18,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "rm",
         help="remove a run's memory from this node",
-        description="Removes slots, seals and directory. A run that a living process holds is refused, always: end the "
-        "process first.",
+        description="In memory: removes slots, seals and directory. A run that a living process holds is refused, "
+        "always: end the process first. In storage: removes one checkpoint (--step), or all of a run that is named. "
+        "The last complete one and what a job may be writing go only with --yes, what is not memckpt's never.",
     )
     common.add_options(parser, run=True)
-    parser.add_argument("--force", action="store_true", help="it is no error when there is no such run")
+    find.add_options(parser)
+    parser.add_argument("--yes", action="store_true", help="in storage, also remove what is refused without")
+    parser.add_argument("--force", action="store_true", help="it is no error when there is nothing of that name")
     parser.set_defaults(run=run)
 
 
@@ -47,7 +51,12 @@ def remove(arena: Arena) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Carry the command out; 1 when something was not removed. Local."""
-    arenas = common.find(args) if args.force else common.find_or_fail(args)
+    target = find.target(args)
+    if target is not None:
+        from memckpt.cli.stored import rm
+
+        return rm.run(args, target)
+    arenas = common.find(args) if args.force and args.name is not None else common.find_or_fail(args)
     removed: list[dict[str, Any]] = []
     refused: list[dict[str, Any]] = []
     for arena in arenas:

@@ -1,4 +1,4 @@
-"""``memckpt verify``: every byte of a run's snapshots against their seals."""
+"""``memckpt verify``: every byte of a run's snapshots in memory against their seals; see also `stored.verify`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from rich.progress import Progress
 
 from memckpt import _native
 from memckpt.cli import common
-from memckpt.cli.inspect import entries_of
+from memckpt.cli.inspect import contents_of
+from memckpt.cli.stored import find
 from memckpt.errors import MemckptError, UsageError
 from memckpt.format.seal import Seal
 from memckpt.memory.arena import Arena, Found
@@ -26,9 +27,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "verify",
         help="check every byte of a run's snapshots against their seals",
-        description="Reads every sealed snapshot of the run on this node. Exit status 1 when one is damaged.",
+        description="Reads every sealed snapshot of the run on this node, or every checkpoint of a storage. Exit "
+        "status 1 when one is damaged, and in a storage also when none is complete.",
     )
     common.add_options(parser, run=True)
+    find.add_options(parser)
     parser.add_argument("--slot", help="only this slot")
     parser.add_argument("--threads", type=int, default=2, help="threads that read (default: 2)")
     parser.set_defaults(run=run)
@@ -98,10 +101,10 @@ def _seal_of(arena: Arena, found: Found) -> Seal | None:
 
 def _tensors(arena: Arena, name: str, seal: Seal) -> tuple[list[dict[str, Any]], int]:
     try:
-        rows, data_offset, _ = entries_of(arena, name, seal.nbytes)
+        says = contents_of(arena, name, seal.nbytes)
     except (MemckptError, OSError):
         return [], seal.nbytes  # the header itself is hit, so nothing says what lies where
-    return rows, data_offset
+    return says["entries"], says["data_offset"]
 
 
 def _chunk(index: int, seal: Seal, rows: list[dict[str, Any]], data_offset: int) -> dict[str, Any]:
@@ -120,6 +123,11 @@ def _chunk(index: int, seal: Seal, rows: list[dict[str, Any]], data_offset: int)
 
 def run(args: argparse.Namespace) -> int:
     """Carry the command out; 1 when something is damaged. Local."""
+    target = find.target(args)
+    if target is not None:
+        from memckpt.cli.stored import verify
+
+        return verify.run(args, target)
     work = [
         (arena, found)
         for arena in common.find_or_fail(args)

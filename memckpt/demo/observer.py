@@ -187,6 +187,8 @@ class Observer:
         follower.poll()
         before = History.of(follower.events).lives
         persisted = memory.newest_persisted(directory, self.run)
+        if persisted is None:
+            raise DemoFailed("what was complete in storage before the kill is not there any more")
         self._say(
             f"job killed in step {victim.last_step + 1}, memory of both nodes wiped; step {persisted} is in storage; "
             "starting again"
