@@ -132,6 +132,7 @@ class Checkpointer:
         self._last_step = 0
         self._stepped = False
         self._step_ended: float | None = None
+        self._commits = 0
         self._fenced_s, self._was_fenced = 0.0, False
         self._fired: dict[int, object] = {}
         self._pid = os.getpid()
@@ -194,6 +195,7 @@ class Checkpointer:
         parts.lock.update(recovery.generation)
         self._saving = Saving(parts, self._capture, self._decisions, recovery, self._tally, self._watch, seq)
         self._last_step = base.step if base is not None else 0
+        self._commits = self._tally.snapshot().commits
         self._stepped = False
         self._tally.set(step=self._last_step)
         self._report = RestoreReport(
@@ -372,6 +374,7 @@ class Checkpointer:
         if kind is None:
             self.close()
             return
+        self._note_crash(kind)
         # Everything stays for a recovery; what was accepted gets a short time to be committed if the peers are there.
         with contextlib.suppress(MemckptError):
             if not isinstance(error, PeerLost) and not self._closed and self._saving is not None:
@@ -382,6 +385,13 @@ class Checkpointer:
                     self._saving.salvage()
                 self._saving.drain_storage(_DRAIN_STORAGE_AFTER_ERROR_S)
         self.abandon()
+
+    def _note_crash(self, kind: type[BaseException]) -> None:
+        """The program fails by an error of its own: note it, if nothing was saved since the restore."""
+        own = issubclass(kind, Exception) and not issubclass(kind, MemckptError)
+        if own and not self._closed and self._saving is not None and self._tally.snapshot().commits == self._commits:
+            with contextlib.suppress(OSError, MemckptError):
+                self._saving.note_crash()
 
     def close(self, keep: bool = False) -> None:
         """Finish the last save, agree with all ranks that the run is over, and give the memory back. Collective,

@@ -303,3 +303,43 @@ def test_an_error_before_the_first_step_leaves_nothing_running(base: Path) -> No
     assert "memckpt-persist" in {t.name for t in threading.enumerate()}
     ckpt.abandon()
     assert {t.name for t in threading.enumerate()} <= before | {"MainThread"}
+
+
+def crash(base: Path, **options: Any) -> tuple[int, tuple[str, ...]]:
+    """Restore, and fail before anything is saved; the step that was restored, and what was rejected."""
+    ckpt = make(Training(), persist=memckpt.Persist(base / "ckpts", every=2), **options)
+    with pytest.raises(ZeroDivisionError), ckpt:
+        report = ckpt.restore()
+        raise ZeroDivisionError
+    return report.step, report.rejected
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["from memory", "from storage"])
+def test_a_checkpoint_that_fails_the_program_twice_is_stepped_over_and_said(base: Path, lost: bool) -> None:
+    life(LocalComm(), base, 4, ending="abandon")
+    steps = []
+    for _ in range(6):
+        if lost:
+            forget(base)
+        try:
+            step, rejected = crash(base)
+        except memckpt.NothingToRestore as error:
+            assert "every step there is" in str(error) and "restore(step=N)" in str(error)
+            break
+        steps.append(step)
+        assert len(steps) < 3 or any("step 4" in line and "failed 2 times" in line for line in rejected)
+    assert steps == ([4, 4, 2, 2] if lost else [4, 4, 3, 3, 2, 2])
+    ckpt = make(Training(), persist=memckpt.Persist(base / "ckpts", every=2))
+    assert ckpt.restore(step=4).step == 4, "who asks for it gets it"
+    ckpt.close()
+
+
+def test_a_failure_after_a_commit_is_no_reason_to_step_back(base: Path) -> None:
+    life(LocalComm(), base, 4, ending="abandon")
+    for expected in (4, 5, 6):
+        ckpt = make(Training(), persist=memckpt.Persist(base / "ckpts", every=2))
+        with pytest.raises(ZeroDivisionError), ckpt:
+            assert ckpt.restore().step == expected
+            ckpt.step(expected + 1)
+            ckpt.wait()
+            raise ZeroDivisionError

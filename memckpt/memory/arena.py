@@ -2,8 +2,8 @@
 
 In ``<base>/memckpt-<uid>/<node>/<name>[@<job>]/`` lie ``run.json`` (identity), ``procs/`` (lock files), slots
 (``s-<16 hex>.safetensors``) with their seals (``s-<16 hex>.seal.json``), and ``finished`` (the run ended normally and
-its memory was kept). Every directory is 0700 and every file 0600 and ours; anything else is refused, never reused or
-removed.
+its memory was kept); ``crash-*`` files say from which restored step the program failed by itself. Every directory is
+0700 and every file 0600 and ours; anything else is refused, never reused or removed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import socket
 import time
 from collections.abc import Collection
@@ -20,7 +21,7 @@ import msgspec
 
 from memckpt import _native, faults
 from memckpt.errors import BudgetError, ForeignMemory, RunInUse, UsageError
-from memckpt.format.seal import Generation, Seal
+from memckpt.format.seal import Base, Generation, Seal
 from memckpt.memory import fence, files, lock, process
 from memckpt.memory.lock import ProcessLock
 from memckpt.memory.process import ProcessInfo
@@ -30,6 +31,7 @@ __all__ = ["DEFAULT_BASE", "Arena", "Found", "RunId", "Slot", "default_base", "d
 
 DEFAULT_BASE = "/dev/shm"
 _FINISHED, _IDENTITY, _PROCS = "finished", "run.json", "procs"
+_CRASH = re.compile(r"crash-([0-9]{1,18})-([0-9a-f]{16})-([0-9]{1,18})-([0-9a-f]{16})")
 
 
 def _component(value: str, what: str, *, extra: str = "") -> str:
@@ -412,6 +414,19 @@ class Arena:
         else:
             files.unlink(os.path.join(self._dir, _FINISHED))
 
+    def note_crash(self, base: Base, generation: Generation) -> None:
+        """Note that the program failed by an error of its own in `generation`, before anything was saved after the
+        restore of `base`. Needs the lock.
+        """
+        self._require_lock("note_crash")
+        g = base.generation
+        files.write(self._dir, f"crash-{g.counter}-{g.id}-{base.step}-{generation.id}", b"")
+
+    def crashes(self) -> list[tuple[Base, str]]:
+        """What `note_crash` noted on this node: restored step, and id of the generation that failed. Local."""
+        found = [match for file in os.listdir(self._dir) if (match := _CRASH.fullmatch(file))]
+        return [(Base(Generation(int(m[1]), m[2]), int(m[3])), m[4]) for m in found]
+
     def remove_all(self, members: Collection[tuple[int, int]] = ()) -> None:
         """Remove the run's memory on this node: seals, then slots, then the directory. Several members may at once.
 
@@ -458,7 +473,10 @@ class Arena:
         except FileNotFoundError:
             return []
         known = (_FINISHED, _IDENTITY)
-        return [f for f in names if f in known or f.startswith(".tmp-") or slot_of(f) is not None]
+        return [
+            f for f in names
+            if f in known or f.startswith(".tmp-") or slot_of(f) is not None or _CRASH.fullmatch(f)
+        ]  # fmt: skip
 
     def tidy(self) -> None:
         """Remove the empty directories of a run that was removed; call it after `ProcessLock.release`."""

@@ -73,14 +73,26 @@ class Item(msgspec.Struct, frozen=True):
 
 
 class Listing(msgspec.Struct, frozen=True):
-    """Every slot of the run on one node, and the highest generation counter that was ever in use there."""
+    """Every slot of the run on one node, and the highest generation counter that was ever in use there.
+
+    `crashes`: restored steps, each with the id of a generation in which the program then failed by itself.
+    """
 
     node: str
     items: tuple[Item, ...]
     newest: int = 0
+    crashes: tuple[tuple[Base, str], ...] = ()
 
 
-def list_node(node: str, found: Iterable[Found], *, run: str, job: str, newest: int = 0) -> Listing:
+def list_node(
+    node: str,
+    found: Iterable[Found],
+    *,
+    run: str,
+    job: str,
+    newest: int = 0,
+    crashes: Iterable[tuple[Base, str]] = (),
+) -> Listing:
     """Describe the slots found on a node, in the order of their names. Local, pure.
 
     What is not a file of ours is left out: nobody may write it.
@@ -105,7 +117,7 @@ def list_node(node: str, found: Iterable[Found], *, run: str, job: str, newest: 
             continue
         sealed = Sealed(seal.shard, seal.world, seal.generation, seal.base, seal.step, seal.layout)
         items.append(Item(f.slot, f.nbytes, sealed))
-    return Listing(node, tuple(items), newest)
+    return Listing(node, tuple(items), newest, tuple(crashes))
 
 
 def encode(listing: Listing) -> bytes:

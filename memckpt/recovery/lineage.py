@@ -14,6 +14,7 @@ from memckpt.recovery.inventory import Item, Listing, Sealed
 
 Where = tuple[str, str]  # node and slot
 
+_ATTEMPTS = 2  # restores after which a step that fails the program every time is stepped over
 _TOLD = 32  # steps about which a report says why they were not taken
 
 
@@ -46,6 +47,10 @@ class Known:
                 self._worlds.setdefault(snapshot, set()).add(s.world)
                 if (listing.node, item.slot) not in excluded:
                     shards.setdefault(s.shard, []).append((listing.node, item))
+        crashed: dict[Base, set[str]] = {}
+        for base, generation in (crash for listing in listings for crash in listing.crashes):
+            crashed.setdefault(base, set()).add(generation)
+        self.crashing = {base for base, generations in crashed.items() if len(generations) >= _ATTEMPTS}
         self.complete = [c for c in newest_first(self.copies) if not self.missing(c)]
 
     def world(self, snapshot: Base) -> int:
@@ -69,9 +74,11 @@ class Known:
         return limits
 
     def history(self, start: Base | None) -> list[Base]:
-        """Complete steps that may be taken, best first: all (None), or those of `start` and its past."""
+        """Complete steps that may be taken, best first: all (None), or those of `start` and its past; none from which
+        the program only fails.
+        """
         limits = self._limits(start)
-        return [c for c in self.complete if c.step <= limits.get(c.generation, -1)]
+        return [c for c in self.complete if c.step <= limits.get(c.generation, -1) and c not in self.crashing]
 
     def rejected(self, base: Base | None) -> list[str]:
         """Why what is newer than `base` was not taken, and which slots turned out to be broken."""
@@ -86,6 +93,8 @@ class Known:
                 lines.append(f"{name(snapshot)}: no whole snapshot of shard {shards} on {looked}")
             elif snapshot.step > limits.get(snapshot.generation, -1):
                 lines.append(f"{name(snapshot)}: belongs to a history that was left")
+            elif snapshot in self.crashing:
+                lines.append(f"{name(snapshot)}: the program failed {_ATTEMPTS} times right after it was restored")
             elif base is not None:
                 lines.append(f"{name(snapshot)}: complete, but step {base.step} was wanted")
         lines += self._broken

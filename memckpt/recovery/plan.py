@@ -41,6 +41,8 @@ class Plan(msgspec.Struct, frozen=True):
         What was newer than the base and why it was not taken.
     existed : bool
         Whether there was any snapshot of this run.
+    crashing : bool
+        Some complete step was stepped over since the program only failed after it was restored.
     """
 
     generation: Generation
@@ -51,6 +53,7 @@ class Plan(msgspec.Struct, frozen=True):
     rebuild: tuple[Rebuild, ...]
     rejected: tuple[str, ...]
     existed: bool
+    crashing: bool = False
 
 
 def make(
@@ -122,6 +125,7 @@ def make(
         rebuild=rebuild,
         rejected=tuple(known.rejected(base)),
         existed=bool(known.seals),
+        crashing=any(c in known.crashing for c in known.complete),
     )
 
 

@@ -201,10 +201,13 @@ class _Restore:
         try:
             found = arena.inventory()
             newest = arena.newest_generation()
+            crashes = arena.crashes()
         except (OSError, MemckptError) as error:
             return _Report(self._request, problem=describe(error, self._rank))
         run, job = arena.run.name, arena.run.job
-        return _Report(self._request, list_node(self._session.node, found, run=run, job=job, newest=newest))
+        return _Report(
+            self._request, list_node(self._session.node, found, run=run, job=job, newest=newest, crashes=crashes)
+        )
 
     def _decide(self, payloads: list[bytes]) -> _Answer:
         """On rank 0: the plan, or the error that every rank raises."""
@@ -239,6 +242,12 @@ class _Restore:
             excluded=self._excluded,
             stored=stored,
         )
+        if plan.base is None and plan.crashing and not self._request.start_over:
+            raise NothingToRestore(
+                f"the program failed right after the restore of every step there is; restore(step=N) takes one all the "
+                f"same, fresh=True starts over:{''.join(chr(10) + '  ' + line for line in plan.rejected)}",
+                run=run,
+            )
         if unreadable and plan.base is None and not self._request.start_over:
             raise NothingToRestore(
                 f"nothing whole is in memory, and storage cannot be read, so that nobody knows whether there is a "

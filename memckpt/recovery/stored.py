@@ -9,6 +9,7 @@ import msgspec
 
 from memckpt import _native
 from memckpt.errors import CorruptSnapshot, DeadlineExceeded, ForeignMemory, MemckptError, ProtocolError
+from memckpt.format.seal import Base
 from memckpt.memory.slotfile import MAX_HEADER_NBYTES, Slot
 from memckpt.recovery.fetch import Offer, Steps, check_head, chunks_of
 from memckpt.recovery.inventory import CHUNK_NBYTES, STORAGE, Item, Listing, Sealed
@@ -30,6 +31,7 @@ def list_storage(storage: Storage, run: str) -> Listing:
         The storage cannot be read.
     """
     items: list[Item] = []
+    crashes: list[tuple[Base, str]] = []
     for stored in checkpoints.scan(storage, run):
         if stored.stray:
             continue
@@ -37,10 +39,11 @@ def list_storage(storage: Storage, run: str) -> Listing:
             items.append(Item(stored.path, stored.nbytes, reason=stored.reason))
             continue
         marker = stored.marker
+        crashes += [(Base(marker.generation, marker.step), generation) for generation in stored.crashes]
         for shard in marker.shards:
             sealed = Sealed(shard.shard, marker.world, marker.generation, marker.base, marker.step, shard.layout)
             items.append(Item(_place(stored.path, shard.shard), shard.nbytes, sealed))
-    return Listing(STORAGE, tuple(items))
+    return Listing(STORAGE, tuple(items), crashes=tuple(crashes))
 
 
 def _place(path: str, shard: int) -> str:

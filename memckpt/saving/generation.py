@@ -25,6 +25,8 @@ from memckpt.saving.meter import Meter, microseconds
 from memckpt.saving.outgoing import FreshSource, History, SealedSource
 from memckpt.saving.replicate import Held, Pace
 from memckpt.saving.tally import Tally
+from memckpt.saving.telling import tell
+from memckpt.storage.checkpoints import note_crash
 
 _TOLD_AFTER_S = 5.0  # an error of the state is raised when the others know of the no, or after so long
 _STORAGE_PAUSE_S = 0.02  # between two exchanges that only wait for storage
@@ -417,40 +419,21 @@ class Saving:
 
     def report_failed(self) -> None:
         """Warn of the saves that ended in no since the last call, or raise, as the user chose."""
-        for trouble in self._durable.take_troubles() if self._durable is not None else ():
-            self._tally.add(persist_failed=1)
-            self._tally.note(f"step {trouble.step}: not persisted: rank {trouble.rank}: {trouble.text}")
-            self._tell(
-                SaveFailed(
-                    f"step {trouble.step} was committed, but not persisted: rank {trouble.rank}: {trouble.text}",
-                    run=self._parts.run, step=trouble.step, rank=trouble.rank,
-                )
-            )  # fmt: skip
-        for outcome in self._tally.take_failed():
-            if outcome.protect:  # nothing to decide for the user: it is tried again until it is a yes
-                warnings.warn(
-                    f"the restored step {outcome.step} is not protected yet, its replicas are sent again: "
-                    f"{outcome.reason}",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
-                continue
-            error = SaveFailed(
-                f"step {outcome.step} was not committed: {outcome.reason}",
-                run=self._parts.run,
-                step=outcome.step,
-                rank=outcome.reason.rank if outcome.reason.rank >= 0 else None,
-            )
-            self._tell(error)
-
-    def _tell(self, error: SaveFailed) -> None:
-        if self._options.on_error == "raise":
-            raise error
-        warnings.warn(str(error), RuntimeWarning, stacklevel=4)
+        troubles = [] if self._durable is None else self._durable.take_troubles()
+        tell(self._tally, troubles, run=self._parts.run, on_error=self._options.on_error)
 
     def drain_storage(self, timeout_s: float) -> bool:
         """Wait until this rank has nothing left to write to storage; False when time ran out."""
         return self._durable is None or self._durable.drain(timeout_s)
+
+    def note_crash(self) -> None:
+        """Note where the program came from when it failed, in memory and in storage. Local."""
+        history, session = self._history, self._parts.session
+        if history.base is None:
+            return
+        self._parts.arena.note_crash(history.base, history.generation)
+        if session.storage is not None:
+            note_crash(session.storage, session.run, history.base, history.generation)
 
     def salvage(self) -> bool:
         """Bring the newest committed step of this rank to storage within the grace time, without a word to the others;

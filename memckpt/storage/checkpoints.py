@@ -15,7 +15,7 @@ from typing_extensions import Buffer
 
 from memckpt import _native, faults
 from memckpt.errors import CorruptSnapshot, MemckptError, ProtocolError, SaveFailed, UsageError
-from memckpt.format.seal import MAX_NBYTES, Generation, Seal
+from memckpt.format.seal import MAX_NBYTES, Base, Generation, Seal
 from memckpt.format.seal import decode as decode_seal
 from memckpt.format.seal import encode as encode_seal
 from memckpt.storage import marker as names
@@ -66,6 +66,8 @@ class Stored:
         Where there is a valid one.
     nbytes : int
         Size of all its files.
+    crashes : tuple of str
+        Ids of the generations in which the program failed by itself right after restoring it.
     """
 
     run: str
@@ -76,6 +78,7 @@ class Stored:
     reason: str
     marker: Marker | None
     nbytes: int
+    crashes: tuple[str, ...] = ()
 
     @property
     def stray(self) -> bool:
@@ -311,7 +314,18 @@ def _stored(storage: Storage, directory: str, sizes: dict[str, int]) -> Stored:
         reason = _missing(marker, sizes)
     except (MemckptError, OSError) as error:
         reason = error.message if isinstance(error, MemckptError) else str(error)
-    return Stored(run, *says, directory, not reason, reason, marker, nbytes)
+    prefix = names.crash_name("")
+    crashes = tuple(sorted(name.removeprefix(prefix) for name in sizes if name.startswith(prefix)))
+    return Stored(run, *says, directory, not reason, reason, marker, nbytes, crashes)
+
+
+def note_crash(storage: Storage, run: str, base: Base, generation: Generation) -> None:
+    """Note that the program failed by an error of its own in `generation`, before anything was saved after the restore
+    of `base`; nothing where that is not in this storage. Local.
+    """
+    directory = f"{names.run_directory(run)}/{names.directory_name(base.step, base.generation.id)}"
+    if MARKER in _sizes(storage, directory):
+        storage.put([Part(f"{directory}/{names.crash_name(generation.id)}", 0, [])])
 
 
 def _read_marker(storage: Storage, directory: str, sizes: dict[str, int]) -> Marker:

@@ -24,7 +24,9 @@ SCRATCH = ".tmp-"
 _MAX = (1 << 63) - 1
 _CRC_MEMBER = b',"crc":'
 _DIRECTORY = re.compile(r"step-([0-9]{9,19})-([0-9a-f]{16})\Z")
-_OURS = re.compile(r"(\.tmp-[0-9a-f]{16}-)?(rank-[0-9]{5,}\.(safetensors|seal\.json)|checkpoint\.json)\Z")
+_OURS = re.compile(
+    r"(\.tmp-[0-9a-f]{16}-)?(rank-[0-9]{5,}\.(safetensors|seal\.json)|checkpoint\.json|crash-[0-9a-f]{16})\Z"
+)
 
 
 def run_directory(run: str) -> str:
@@ -56,6 +58,11 @@ def data_name(shard: int) -> str:
 def seal_name(shard: int) -> str:
     """The name of its seal. Local."""
     return f"rank-{shard:05d}.seal.json"
+
+
+def crash_name(generation_id: str) -> str:
+    """The name of the file which says that a generation failed right after it had restored this one. Local."""
+    return f"crash-{generation_id}"
 
 
 def is_ours(name: str) -> bool:
