@@ -14,6 +14,7 @@ import torch
 import memckpt
 from memckpt import storage
 from memckpt.cli import main
+from memckpt.cli.stored.verify import check, data_nbytes
 from memckpt.memory.arena import Arena
 from memckpt.storage.base import Storage
 from memckpt.storage.checkpoints import scan
@@ -269,6 +270,14 @@ def test_verify_reads_every_byte(root: Path, capsys: pytest.CaptureFixture[str])
         assert code == 1
         assert f"rank-00001.safetensors: chunk {where // 1000} differs from its checksum" in out
         flip(at(root, 6) / "rank-00001.safetensors", where)
+
+
+def test_progress_adds_up_to_what_was_announced(root: Path, disk: Storage) -> None:
+    for stored in scan(disk, "gpt"):
+        if not stored.stray:
+            seen: list[int] = []
+            check(disk, stored, threads=2, progress=seen.append)
+            assert sum(seen) == data_nbytes(stored) == (2 * NBYTES if stored.complete else 0)
 
 
 @pytest.mark.parametrize("damage", ["file", "seal", "marker"])

@@ -18,7 +18,7 @@ from memckpt.memory.arena import Arena, default_base
 
 def add_options(parser: argparse.ArgumentParser, *, run: bool) -> None:
     """The options that every command on runs has; with `run`, the run has to be named."""
-    what = "name of a run in memory, or NAME@JOB; or a directory or URL, with a / in it, for storage"
+    what = "a run in memory, NAME or NAME@JOB; or in storage, a directory, or a path or URL with a / in it"
     parser.add_argument("name", metavar="RUN|DIR|URL", nargs="?", help=what if run else f"only this: {what}")
     parser.add_argument("--base", help="where memory lies (default: MEMCKPT_SHM, else /dev/shm)")
     parser.add_argument("--node", help="only this node's name (default: every one that is found here)")

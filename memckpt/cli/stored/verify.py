@@ -44,6 +44,11 @@ def check(
     return says | {"bad": [entry._asdict() for entry in bad]}
 
 
+def data_nbytes(stored: Stored) -> int:
+    """Bytes that `check` reads of it, and tells its progress in."""
+    return sum(shard.nbytes for shard in stored.marker.shards) if stored.complete and stored.marker else 0
+
+
 def run(args: argparse.Namespace, target: Target) -> int:
     """Carry the command out; 1 when something is damaged, or nothing is complete. Local."""
     if args.slot is not None:
@@ -55,7 +60,7 @@ def run(args: argparse.Namespace, target: Target) -> int:
     out = common.console()
     columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=out, transient=True, disable=args.json or not out.is_terminal) as progress:
-        bar = progress.add_task("reading", total=sum(s.nbytes for s in work if s.complete) or 1)
+        bar = progress.add_task("reading", total=sum(map(data_nbytes, work)) or 1)
         threads = max(1, args.threads)
         results = [
             check(target.storage, s, threads=threads, progress=lambda nbytes: progress.advance(bar, nbytes))
