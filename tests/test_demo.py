@@ -283,7 +283,14 @@ def arguments(*words: str) -> argparse.Namespace:
 
 @pytest.mark.parametrize(
     "words",
-    ["--active 1", "--steps 3", "--spares 0", "--signal STOP --scenario relaunch", "--seed -1"],
+    [
+        "--active 1",
+        "--steps 3",
+        "--spares 0",
+        "--signal STOP --scenario relaunch",
+        "--signal STOP --scenario storage",
+        "--seed -1",
+    ],
 )
 def test_settings_that_would_prove_nothing_are_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.run(arguments(*words.split())) == 2
