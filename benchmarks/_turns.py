@@ -99,36 +99,33 @@ class Trainee:
         )
         self._checkpointer.restore()
 
-    def _advance(self) -> None:
-        self._training.work()
-        self._training.update()
-        self._step += 1
-        if self._checkpointer is not None:
-            self._checkpointer.step(self._step)
-
     def train(self, steps: int) -> float:
         """A turn: so many steps, and then those during which a save is still under way. Seconds of a step, the mean."""
-        begin = time.monotonic()
         for turn in self.turns:
-            turn.absent(begin - self._left)
-        first = self._step
+            turn.absent(time.monotonic() - self._left)
+        first, before_s = self._step, self._trained_s
         while self._step < first + steps or any(turn.under_way for turn in self.turns):
             if self._step >= first + steps + _LONGEST_TAIL:
                 raise RuntimeError(f"{self.name}: a save does not end")
             for turn in self.turns:  # not at the first step: to the Checkpointer that one was as long as the absence
                 turn.is_open = first < self._step < first + steps
             self._advance()
-            self._note(self._trained_s + time.monotonic() - begin)
         self._left = time.monotonic()
-        self._trained_s += self._left - begin
-        return (self._left - begin) / (self._step - first)
+        return (self._trained_s - before_s) / (self._step - first)
 
-    def _note(self, at_s: float) -> None:
-        if self._checkpointer is None:
-            self.moments.append(Moment(self._step, at_s, -1, -1))
-            return
-        stats = self._checkpointer.stats()
-        self.moments.append(Moment(self._step, at_s, stats.committed_step, stats.persisted_step))
+    def _advance(self) -> None:
+        begin = time.monotonic()
+        self._training.work()
+        self._training.update()
+        self._step += 1
+        if self._checkpointer is not None:
+            self._checkpointer.step(self._step)
+        self._trained_s += time.monotonic() - begin
+        in_memory, in_storage = -1, -1
+        if self._checkpointer is not None:
+            stats = self._checkpointer.stats()
+            in_memory, in_storage = stats.committed_step, stats.persisted_step
+        self.moments.append(Moment(self._step, self._trained_s, in_memory, in_storage))
 
     def close(self) -> None:
         """End of the run; the memory goes."""

@@ -194,11 +194,10 @@ def measure(trainees: list[Trainee], rounds: int) -> tuple[dict[str, Measured], 
     """Turn by turn; what each policy showed, and the mean step of each in seconds."""
     firsts = {trainee.name: len(trainee.moments) + 1 for trainee in trainees}
     steps: dict[str, list[float]] = {trainee.name: [] for trainee in trainees}
-    order = list(trainees)
+    luck = random.Random(1)
     for _ in range(rounds):
-        for trainee in order:
+        for trainee in luck.sample(trainees, len(trainees)):  # nobody always comes after the same one
             steps[trainee.name].append(trainee.train(TURN_STEPS))
-        order.append(order.pop(0))
     bare = steps["none"]
     usual = statistics.mean(bare)
     measured = {
