@@ -14,10 +14,13 @@ class Surroundings(Protocol):
 
     Attributes
     ----------
+    generation : int
+        How often this job has lost peers and gone on.
     had_commit : bool
         Some step was committed in an earlier generation of this job, as far as this process knows.
     """
 
+    generation: int
     had_commit: bool
 
     def communicator(self) -> Communicator:

@@ -313,8 +313,8 @@ def test_what_this_launch_left_behind_is_ended_even_while_it_beats(
     monkeypatch.setenv("PMIX_NAMESPACE", "job-1")
     monkeypatch.setenv("PMIX_RANK", "1")
     began = time.monotonic()
-    assert [i.pid for i in fence.fence_past(str(tmp_path), own(), (), NEW, 2.0)] == [child.pid]
-    assert time.monotonic() - began < 1.9
+    assert [i.pid for i in fence.fence_past(str(tmp_path), own(), (), NEW, 60.0)] == [child.pid]
+    assert time.monotonic() - began < 50, "it was waited for"
 
 
 def test_a_stopped_one_of_this_launch_is_ended_at_once(

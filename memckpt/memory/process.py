@@ -7,6 +7,7 @@ import secrets
 import select
 import signal
 import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,6 +86,12 @@ def alive(pid: int, started: int) -> bool:
 def pid_namespace() -> int:
     """Inode of this process's pid namespace. Local."""
     return os.stat("/proc/self/ns/pid").st_ino
+
+
+def age_s() -> float:
+    """Seconds since this process was started. Local."""
+    started: float = identity()[1] / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
 def identity() -> tuple[int, int]:

@@ -28,7 +28,7 @@ class Word:
     settled : bool
         It knows the outcome of the last save and could start the next [all].
     clock_ms : int
-        Milliseconds on its monotonic clock since the generation began [the slowest].
+        Milliseconds since its process was started [the youngest process's].
     preempted : bool
         It was told to stop [any].
     persist_idle : bool

@@ -42,8 +42,6 @@ class Schedule:
         The first that this generation may save.
     failures : int
         Failures that this job has seen.
-    uptime_s : float
-        How long it had been training before this generation, in seconds.
     """
 
     def __init__(
@@ -53,13 +51,11 @@ class Schedule:
         *,
         first_step: int,
         failures: int = 0,
-        uptime_s: float = 0.0,
     ) -> None:
         self._every, self._persist = every, persist
-        self._uptime_s = uptime_s
         self._saves: list[SaveInfo] = []
         self._persists: list[SaveInfo] = []
-        self._context = SaveContext(now_s=0.0, first_step=first_step, failures=failures, uptime_s=uptime_s)
+        self._context = SaveContext(now_s=0.0, first_step=first_step, failures=failures)
 
     @property
     def names_steps(self) -> bool:
@@ -92,7 +88,7 @@ class Schedule:
             replicate_s=_seconds(agreed.replicate_us),
             persist_s=_seconds(agreed.persist_us),
             persist_cost_s=_seconds(agreed.persist_cost_us),
-            uptime_s=self._uptime_s + now_s,
+            uptime_s=now_s,
         )
         for infos, ended in ((self._saves, settled), (self._persists, persisted)):
             if ended and infos and infos[-1].ended_s is None:

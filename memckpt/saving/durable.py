@@ -95,16 +95,17 @@ class Durable:
         with self._lock:
             if outcome.protect or outcome.step != self._pending:
                 return
-            if outcome.committed:
-                self._submit()
+            if outcome.committed and not self._submit():
+                self._persister.complain(outcome.step, "the last checkpoint was still being written")
             self._pending = None
 
-    def _submit(self) -> None:
-        slot = self._pool.lease(self._comm.rank)
+    def _submit(self) -> bool:
+        slot = None if self._persister.busy else self._pool.lease(self._comm.rank)
         seal = slot.read_seal() if slot is not None else None
-        if slot is None or seal is None:  # nothing committed in this generation yet
-            return
+        if slot is None or seal is None:
+            return False
         self._persister.submit(Task(slot, seal, self._metrics, lambda: self._pool.release(slot)))
+        return True
 
     def salvage(self) -> None:
         """Write the newest committed step, where nothing is under way: for the end by an error after a preemption, when

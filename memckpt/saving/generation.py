@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from memckpt.assembly import Parts
 from memckpt.errors import DeadlineExceeded, PeerLost, SaveFailed, UsageError
+from memckpt.memory import process
 from memckpt.memory.slots import SlotPool
 from memckpt.preemption import Watch
 from memckpt.recovery.recover import Recovery
@@ -84,7 +85,7 @@ class Saving:
         self._save_at_exchange = -1
         self._first_exchange = decisions.count
         self._persist_at_exchange = -1
-        self._began_at = time.monotonic()
+        self._began_at = time.monotonic() - process.age_s()
         self._watch = watch
         self.preempted = False
         persist = self._options.persist
@@ -92,6 +93,7 @@ class Saving:
             self._options.every,
             None if persist is None else persist.every,
             first_step=1 + (recovery.base.step if recovery.base is not None else 0),
+            failures=0 if parts.context is None else parts.context.generation,
         )
         self._meter = Meter()
         self._durable = open_durable(parts, self.pool, decisions.count)
@@ -292,10 +294,9 @@ class Saving:
             self.wait_for_outcome()
         if self._needs_protection:  # the base, which is all there is to lose, is still where it was restored from
             return
-        persist = False
         if self._durable is not None:
-            persist = self._durable.drain(self._watch.grace_left_s())
-        self._save(n, fired, leaving, persist=persist, metrics=metrics)
+            self._durable.drain(self._watch.grace_left_s())
+        self._save(n, fired, leaving, persist=self._durable is not None, metrics=metrics)
         self._capture.settle()
         self.wait_for_outcome()
         if self._durable is not None and not self._durable.drain(self._watch.grace_left_s()):

@@ -124,6 +124,7 @@ class Persister:
         """Begin to write; there must be nothing under way."""
         with self._lock:
             assert self._task is None
+            self._urgent.clear()
             self._task = task
             self._lock.notify_all()
 
@@ -136,6 +137,11 @@ class Persister:
         with self._lock:
             self._given_up.add(step)
             self._lock.notify_all()
+
+    def complain(self, step: int, text: str) -> None:
+        """Keep why `step` is not in storage, for `take_trouble`."""
+        with self._lock:
+            self._troubles.append(Trouble(self._rank, step, text))
 
     def take_trouble(self) -> Trouble | None:
         """The oldest failure of this rank that was not taken yet."""
@@ -175,18 +181,14 @@ class Persister:
             except _Cancelled:
                 pass
             except Exception as error:  # whatever it is, training has to hear of it
-                self._report(task, error)
+                text = error.message if isinstance(error, MemckptError) else f"{type(error).__name__}: {error}"
+                self.complain(task.seal.step, text)
             finally:
                 task.release()
                 with self._lock:
                     self._task = None
-                    self._urgent.clear()
                     self._lock.notify_all()
 
-    def _report(self, task: Task, error: Exception) -> None:
-        text = error.message if isinstance(error, MemckptError) else f"{type(error).__name__}: {error}"
-        with self._lock:
-            self._troubles.append(Trouble(self._rank, task.seal.step, text))
 
     def _persist(self, task: Task) -> None:
         end = task.begun + self._manner.deadline_s
