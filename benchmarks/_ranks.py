@@ -7,6 +7,7 @@ import shutil
 import socket
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,12 +58,19 @@ def job(disk: str | None) -> Iterator[Places]:
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
     try:
         yield places
-    finally:
         world.Barrier()
-        if world.rank == 0:
-            for directory in places:
-                shutil.rmtree(directory, ignore_errors=True)
-        dist.destroy_process_group()
+    except BaseException:
+        traceback.print_exc()
+        _remove(places)
+        world.Abort(1)  # the other rank would wait for this one for ever
+    if world.rank == 0:
+        _remove(places)
+    dist.destroy_process_group()
+
+
+def _remove(places: Places) -> None:
+    for directory in places:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def slowest(value: float) -> float:
