@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -29,12 +30,12 @@ def demo(*words: str) -> dict[str, object]:
     return result
 
 
-def check(result: dict[str, object]) -> None:
+def check(result: dict[str, object], *, source: str = "peer", most_lost_steps: int = 2) -> None:
     assert result["proved"] is True
     assert result["bitwise_equal"] is True
-    assert result["source"] == "peer"
+    assert result["source"] == source
     assert isinstance(result["lost_steps"], int)
-    assert 0 <= result["lost_steps"] <= 2
+    assert 0 <= result["lost_steps"] <= most_lost_steps
     seconds = result["seconds"]
     assert isinstance(seconds, dict)
     assert {"detect", "regroup", "inventory", "fetch", "verify", "load", "total"} <= set(seconds)
@@ -81,3 +82,16 @@ def test_a_stopped_rank_is_replaced() -> None:
 
 def test_a_killed_job_comes_back_with_its_ranks_permuted() -> None:
     check(demo("--seed", "3", "--scenario", "relaunch", "--steps", "12"))
+
+
+def test_a_job_that_lost_all_its_memory_comes_back_from_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="m-") as directory:  # pytest's own are too long for Open MPI's sockets
+        monkeypatch.setenv("TMPDIR", directory)
+        result = demo("--seed", "4", "--scenario", "storage", "--steps", "12")
+        assert os.listdir(directory) == [], "logs or checkpoints were left behind"
+    check(result, source="storage", most_lost_steps=12)
+    assert result["sources"] == ["storage"] * 4
+    recovered, killed = result["recovered_step"], result["killed_at_step"]
+    assert isinstance(recovered, int)
+    assert isinstance(killed, int)
+    assert 0 < recovered == result["persisted_step"] <= killed <= 12
