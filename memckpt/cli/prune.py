@@ -17,7 +17,6 @@ from memckpt.memory.budget import format_nbytes
 from memckpt.policy.preserve import (
     AnyOf,
     BestN,
-    CheckpointInfo,
     EveryNSteps,
     LatestDuration,
     LatestN,
@@ -120,7 +119,7 @@ def plan(
     """
     decided: dict[str, tuple[bool, list[str]]] = {}
     complete = sorted((s for s in found if s.complete), key=find.age_order)
-    infos = [info_of(s) for s in complete]
+    infos = [s.info for s in complete]
     context = PreserveContext(
         now_s=now_s,
         tier="storage",
@@ -147,20 +146,6 @@ def plan(
         elif not rules:
             decided[stored.path] = (False, ["complete, and no --keep rule was given"])
     return decided
-
-
-def info_of(stored: Stored) -> CheckpointInfo:
-    """What a policy is told of a complete checkpoint."""
-    marker = stored.marker
-    assert marker is not None
-    return CheckpointInfo(
-        step=stored.step,
-        created_s=marker.created,
-        nbytes=stored.nbytes,
-        tier="storage",
-        generation=marker.generation.counter,
-        metrics=marker.metrics,
-    )
 
 
 def run(args: argparse.Namespace) -> int:

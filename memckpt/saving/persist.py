@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from memckpt.errors import MemckptError, SaveFailed
 from memckpt.format.seal import Seal
 from memckpt.memory.slotfile import Slot
-from memckpt.policy.preserve import CheckpointInfo, PreserveContext, PreservePolicy, select
+from memckpt.policy.preserve import PreserveContext, PreservePolicy, select
 from memckpt.storage import checkpoints, marker
 from memckpt.storage.base import Storage
 
@@ -189,7 +189,6 @@ class Persister:
                     self._task = None
                     self._lock.notify_all()
 
-
     def _persist(self, task: Task) -> None:
         end = task.begun + self._manner.deadline_s
         self._unsure = None
@@ -287,7 +286,7 @@ class Persister:
     def _prune(self, seal: Seal) -> None:
         """Something newer is safe: remove what the policy does not keep, and what never became a checkpoint."""
         found = [s for s in checkpoints.scan(self._storage, self._run) if not s.stray]
-        complete = [(_info(s), s) for s in found if s.complete]
+        complete = [(s.info, s) for s in found if s.complete]
         context = PreserveContext(
             now_s=time.time(),
             tier="storage",
@@ -299,15 +298,3 @@ class Persister:
         # No rank writes an older step any more: one is begun when every rank has done with the last.
         remove += [s for s in found if not s.complete and s.step < seal.step]
         checkpoints.prune(self._storage, remove)
-
-
-def _info(stored: checkpoints.Stored) -> CheckpointInfo:
-    assert stored.marker is not None
-    return CheckpointInfo(
-        step=stored.step,
-        created_s=stored.marker.created,
-        nbytes=stored.nbytes,
-        tier="storage",
-        generation=stored.marker.generation.counter,
-        metrics=stored.marker.metrics,
-    )

@@ -18,6 +18,7 @@ from memckpt.errors import CorruptSnapshot, MemckptError, ProtocolError, SaveFai
 from memckpt.format.seal import MAX_NBYTES, Base, Generation, Seal
 from memckpt.format.seal import decode as decode_seal
 from memckpt.format.seal import encode as encode_seal
+from memckpt.policy.preserve import CheckpointInfo
 from memckpt.storage import marker as names
 from memckpt.storage.base import Part, Storage
 from memckpt.storage.marker import MARKER, Marker, ShardRecord
@@ -79,6 +80,19 @@ class Stored:
     marker: Marker | None
     nbytes: int
     crashes: tuple[str, ...] = ()
+
+    @property
+    def info(self) -> CheckpointInfo:
+        """What a preserve policy is told of it; only of a complete one."""
+        assert self.marker is not None
+        return CheckpointInfo(
+            step=self.step,
+            created_s=self.marker.created,
+            nbytes=self.nbytes,
+            tier="storage",
+            generation=self.marker.generation.counter,
+            metrics=self.marker.metrics,
+        )
 
     @property
     def stray(self) -> bool:
