@@ -37,7 +37,7 @@ class Persist:
         Seconds for one checkpoint, retries and waiting for the slowest rank included. Then the error is told.
     stagger : float, optional
         Seconds over which ranks begin one after another, so that thousands do not come at once. Default: a fiftieth
-        of a second for each rank, at most half a minute.
+        of a second for each rank where there are more than 16, at most half a minute.
 
     storage_options : mapping, optional
         What fsspec passes on to the file system of a URL, such as an endpoint; never shown.

@@ -317,17 +317,18 @@ def crash(base: Path, **options: Any) -> tuple[int, tuple[str, ...]]:
 @pytest.mark.parametrize("lost", [False, True], ids=["from memory", "from storage"])
 def test_a_checkpoint_that_fails_the_program_twice_is_stepped_over_and_said(base: Path, lost: bool) -> None:
     life(LocalComm(), base, 4, ending="abandon")
-    steps = []
-    for _ in range(6):
+    steps, refused = [], ""
+    for _ in range(7):
         if lost:
             forget(base)
         try:
             step, rejected = crash(base)
         except memckpt.NothingToRestore as error:
-            assert "every step there is" in str(error) and "restore(step=N)" in str(error)
+            refused = str(error)
             break
         steps.append(step)
         assert len(steps) < 3 or any("step 4" in line and "failed 2 times" in line for line in rejected)
+    assert "every step there is" in refused and "restore(step=N)" in refused
     assert steps == ([4, 4, 2, 2] if lost else [4, 4, 3, 3, 2, 2])
     ckpt = make(Training(), persist=memckpt.Persist(base / "ckpts", every=2))
     assert ckpt.restore(step=4).step == 4, "who asks for it gets it"
@@ -343,3 +344,46 @@ def test_a_failure_after_a_commit_is_no_reason_to_step_back(base: Path) -> None:
             ckpt.step(expected + 1)
             ckpt.wait()
             raise ZeroDivisionError
+
+
+def test_a_step_that_was_dropped_does_not_go_to_storage(base: Path) -> None:
+    def fail(point: str, rank: int, step: int) -> None:
+        if (point, rank, step) == ("capture.slot", 1, 4):
+            raise OSError("injected: no room")
+
+    faults.arm(fail)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        results = raise_errors(run_ranks(2, lambda c: life(c, base, 6), nodes=["a", "b"]))
+    assert {(stats.failed, stats.persist_failed, stats.persisted_step) for _, _, stats in results} == {(1, 0, 6)}
+    assert steps_in(base) == {2: True, 6: True}
+
+
+def test_an_error_is_told_once_while_training_goes_on(base: Path) -> None:
+    """The exchange after the one that told says the same once more, since it had begun before."""
+
+    def fail(point: str, rank: int, step: int) -> None:
+        if (point, step) == ("storage.staged", 2):
+            raise OSError(errno.EACCES, f"injected on {rank}")
+
+    faults.arm(fail)
+
+    def work(comm: LocalComm) -> memckpt.Stats:
+        training = Training(seed=comm.rank)
+        ckpt = make(training, comm=comm, persist=memckpt.Persist(base / "ckpts", every=2, stagger=0), deadline=30.0)
+        ckpt.restore()
+        for n in range(1, 60):
+            training.step()
+            ckpt.step(n)
+            time.sleep(0.005)
+        ckpt.close()
+        return ckpt.stats()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        results = raise_errors(run_ranks(2, work, nodes=["a", "b"]))
+    for stats in results:
+        assert sorted(stats.errors) == [
+            f"step 2: not persisted: rank {r}: PermissionError: [Errno 13] injected on {r}" for r in (0, 1)
+        ]
+        assert stats.persist_failed == 2 and stats.persisted_step > 2

@@ -214,7 +214,9 @@ class Attempt:
         except (OSError, MemckptError) as error:
             verdict = Verdict(problem=describe(error, self._rank))
         try:
-            with ThreadPoolExecutor(1, thread_name_prefix="memckpt-fetch") as worker:
+            with ThreadPoolExecutor(2, thread_name_prefix="memckpt-fetch") as worker:
+                if self.fetched is not None and not self.fetched.mapped:
+                    worker.submit(self.fetched.map, self._session.threads)
                 *_, why = drive([*sends, self._receive(worker)], self._deadline_s, "snapshots of other nodes")
         except BaseException:
             self._abandon_fetched()
@@ -242,7 +244,7 @@ class Attempt:
         assert self._stored is not None
         return read_stored(
             self._session.storage, self._stored, self._rank, self.fetched, worker,
-            threads=2 * self._session.threads, deadline_s=self._session.storage_deadline_s,
+            threads=4 * self._session.threads, deadline_s=self._session.storage_deadline_s,
         )  # fmt: skip
 
     def _abandon_fetched(self) -> None:
@@ -260,7 +262,9 @@ class Attempt:
         spare = list(self._mine.free)
         while True:
             try:
-                return arena.create_slot(self._mine.nbytes, threads=self._session.threads)
+                # What comes from storage comes slower than pages are made ready, which then need not be waited for.
+                slow = self._mine.source == "storage"
+                return arena.create_slot(self._mine.nbytes, threads=self._session.threads, populate=not slow)
             except MemoryError:
                 if not spare:
                     raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from memckpt.policy.save import EveryNSteps, SaveContext, SaveInfo, SavePolicy, SpecificSteps
+from memckpt.policy.save import Adaptive, Continuous, FixedInterval, SaveContext, SaveInfo, SavePolicy
 from memckpt.saving.decide import Agreed
 
 _REMEMBERED = 64  # saves that a policy is shown
@@ -59,8 +59,10 @@ class Schedule:
 
     @property
     def names_steps(self) -> bool:
-        """The storage tier wants exactly the steps that it names, so that one of them is worth waiting for."""
-        return isinstance(self._persist, (EveryNSteps, SpecificSteps))
+        """The storage tier may want just the steps that it names, so that one of them is worth waiting for; a policy
+        that goes by time alone wants any step.
+        """
+        return not isinstance(self._persist, (FixedInterval, Continuous, Adaptive))
 
     @property
     def persisting(self) -> SaveInfo | None:

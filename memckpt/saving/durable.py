@@ -20,7 +20,7 @@ from memckpt.saving.engine import Outcome
 from memckpt.saving.persist import Manner, Persister, Task, Trouble
 
 _TAG = FIRST_TAG + 31_000
-_STAGGER_S, _LONGEST_STAGGER_S = 0.02, 30.0
+_STAGGER_S, _LONGEST_STAGGER_S, _FEW_RANKS = 0.02, 30.0, 16
 _MESSAGE_NBYTES = 2048
 _TEXT_NBYTES = 1500
 
@@ -30,7 +30,7 @@ def open_durable(parts: Parts, pool: SlotPool, first_exchange: int) -> Durable |
     session, persist = parts.session, parts.options.persist
     if session.storage is None or persist is None:
         return None
-    stagger_s = min(_STAGGER_S * session.world, _LONGEST_STAGGER_S)
+    stagger_s = min(_STAGGER_S * session.world, _LONGEST_STAGGER_S) if session.world > _FEW_RANKS else 0.0
     manner = Manner(
         bytes_per_s=None if persist.bandwidth is None else persist.bandwidth / len(parts.node_ranks),
         stagger_s=stagger_s if persist.stagger_s is None else persist.stagger_s,

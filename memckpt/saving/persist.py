@@ -23,8 +23,8 @@ from memckpt.storage.base import Storage
 
 _FIRST_BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
-_FIRST_LOOK_S = 0.01
-_LONGEST_LOOK_S = 1.0
+_SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.01, 1.0
+_LOOKS = 20  # the time between two looks for the other ranks' shards is this part of the time waited so far
 _FINAL = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
 
 
@@ -264,7 +264,7 @@ class Persister:
 
     def _await_shards(self, seal: Seal, end: float) -> list[marker.ShardRecord]:
         records: dict[int, marker.ShardRecord] = {}
-        look_s = _FIRST_LOOK_S
+        began = time.monotonic()
         while True:
             records = checkpoints.shards_there(self._storage, seal, known=records)
             if len(records) == self._world:
@@ -276,12 +276,12 @@ class Persister:
                     f"{self._manner.deadline_s:g} s",
                     run=self._run, step=seal.step, rank=missing,
                 )  # fmt: skip
+            look_s = min(max((time.monotonic() - began) / _LOOKS, _SHORTEST_LOOK_S), _LONGEST_LOOK_S)
             with self._lock:
                 self._lock.wait_for(lambda: seal.step in self._given_up or self._stop.is_set(), look_s)
                 if seal.step in self._given_up:
                     raise _Cancelled  # that rank tells why
             self._go_on()
-            look_s = min(2 * look_s, _LONGEST_LOOK_S)
 
     def _prune(self, seal: Seal) -> None:
         """Something newer is safe: remove what the policy does not keep, and what never became a checkpoint."""
