@@ -88,13 +88,14 @@ class JobHandle {
 public:
     JobHandle(std::shared_ptr<CopyJob> job, py::object keep) : job_(std::move(job)), keep_(std::move(keep)) {}
     ~JobHandle() noexcept {
-        if (!job_ || job_->done()) return;
+        if (!job_ || !job_->submitted() || job_->done()) return;
         const py::gil_scoped_release release;  // `keep` is dropped after this, with the GIL held again
         job_->wait_noexcept();
     }
     JobHandle(const JobHandle&) = delete;
     JobHandle& operator=(const JobHandle&) = delete;
 
+    void start() { Task::submit(job_); }
     std::size_t watermark() const noexcept { return job_->watermark(); }
 
     bool done() {
@@ -105,6 +106,7 @@ public:
 
     bool wait(std::optional<double> timeout_s) {
         if (timeout_s && !(*timeout_s >= 0)) throw std::invalid_argument("timeout_s is negative");
+        start();
         // Capped, since a deadline beyond the clock's range would lie in the past.
         const auto patience = std::chrono::duration<double>(timeout_s ? std::min(*timeout_s, 1e8) : 1e8);
         const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(patience);
@@ -303,6 +305,7 @@ PYBIND11_MODULE(_native, m) {
 
     py::class_<JobHandle>(m, "CopyJob")
         .def_property_readonly("watermark", &JobHandle::watermark)
+        .def("start", &JobHandle::start)
         .def("done", &JobHandle::done)
         .def("wait", &JobHandle::wait, "timeout_s"_a = py::none())
         .def("crcs", &JobHandle::crcs)
@@ -313,13 +316,13 @@ PYBIND11_MODULE(_native, m) {
     m.def(
         "gather",
         [](const py::object& sources, const py::object& nbytes, const py::object& offsets, Memory target,
-           std::uint64_t file_nbytes, bool crc, std::int64_t threads, py::object keep) {
+           std::uint64_t file_nbytes, bool crc, std::int64_t threads, py::object keep, bool start) {
             auto job = gather(pieces_of(sources, nbytes, offsets, "sources"), std::move(target), file_nbytes, crc,
-                              thread_count(threads));
+                              thread_count(threads), start);
             return std::make_unique<JobHandle>(std::move(job), std::move(keep));
         },
         "sources"_a, "nbytes"_a, "offsets"_a, py::arg("target").none(false), "file_nbytes"_a, py::kw_only(), "crc"_a = true,
-        "threads"_a = 2, "keep"_a = py::none());
+        "threads"_a = 2, "keep"_a = py::none(), "start"_a = true);
 
     m.def(
         "scatter",

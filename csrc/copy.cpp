@@ -276,8 +276,6 @@ private:
     std::vector<std::atomic<bool>> differs_;
 };
 
-void start(const std::shared_ptr<Task>& task) { Task::submit(task); }
-
 void check_file(const std::shared_ptr<SharedMemory>& file, std::uint64_t file_nbytes) {
     file->data();  // throws when closed
     if (file_nbytes > file->nbytes()) throw std::invalid_argument("file_nbytes is larger than the shared memory");
@@ -291,7 +289,7 @@ std::shared_ptr<Audit> run_audit(Pieces pieces, const std::shared_ptr<SharedMemo
     for (const std::int64_t c : chunks)
         if (c < 0 || c >= n) throw std::invalid_argument("no such chunk: " + std::to_string(c));
     auto task = std::make_shared<Audit>(file, file_nbytes, std::move(pieces), std::move(chunks), compare, threads);
-    start(task);
+    Task::submit(task);
     task->wait();
     task->rethrow();
     return task;
@@ -300,7 +298,7 @@ std::shared_ptr<Audit> run_audit(Pieces pieces, const std::shared_ptr<SharedMemo
 }  // namespace
 
 std::shared_ptr<CopyJob> gather(Pieces pieces, std::shared_ptr<SharedMemory> target, std::uint64_t file_nbytes, bool with_crc,
-                                unsigned threads) {
+                                unsigned threads, bool submit) {
     check_file(target, file_nbytes);
     if (!target->writable()) throw std::invalid_argument("the target is mapped read-only");
     check(pieces, file_nbytes, false);
@@ -311,7 +309,7 @@ std::shared_ptr<CopyJob> gather(Pieces pieces, std::shared_ptr<SharedMemory> tar
             throw std::invalid_argument("piece " + std::to_string(i) + ": lies in the target, but not in its place");
     }
     auto job = std::make_shared<Gather>(std::move(target), file_nbytes, std::move(pieces), with_crc, threads);
-    start(job);
+    if (submit) Task::submit(job);
     return job;
 }
 
@@ -326,7 +324,7 @@ std::shared_ptr<CopyJob> scatter(std::shared_ptr<SharedMemory> source, std::uint
     if (!expected.empty() && expected.size() != ceil_div(file_nbytes, kChunk))
         throw std::invalid_argument("crcs does not have one entry for each chunk");
     auto job = std::make_shared<Scatter>(std::move(source), file_nbytes, std::move(pieces), std::move(expected), threads);
-    start(job);
+    Task::submit(job);
     return job;
 }
 

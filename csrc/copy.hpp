@@ -66,8 +66,9 @@ private:
     std::mutex mutex_;
 };
 
+// Without `submit` it is left to the caller to submit it.
 std::shared_ptr<CopyJob> gather(Pieces pieces, std::shared_ptr<SharedMemory> target, std::uint64_t file_nbytes, bool with_crc,
-                                unsigned threads);
+                                unsigned threads, bool submit = true);
 std::shared_ptr<CopyJob> scatter(std::shared_ptr<SharedMemory> source, std::uint64_t file_nbytes, Pieces pieces,
                                  std::vector<std::uint32_t> expected, unsigned threads);
 

@@ -107,6 +107,8 @@ private:
 
 namespace {
 
+constexpr const char* kForeign = "this copy job belongs to the parent process and does not run here";
+
 struct Holder {
     pid_t owner;
     Pool pool;
@@ -148,6 +150,8 @@ Task::Task(std::size_t units, unsigned threads) : units_(units), threads_(thread
 bool Task::owned_here() const noexcept { return owner_ == getpid(); }
 
 void Task::submit(const std::shared_ptr<Task>& task) {
+    if (!task->owned_here()) throw std::runtime_error(kForeign);
+    if (task->submitted_.exchange(true, std::memory_order_acq_rel)) return;
     if (task->units_ == 0) {
         task->complete();
         return;
@@ -192,7 +196,7 @@ void Task::complete() noexcept {
 
 bool Task::wait_until(Clock::time_point deadline) {
     if (done()) return true;
-    if (!owned_here()) throw std::runtime_error("this copy job belongs to the parent process and does not run here");
+    if (!owned_here()) throw std::runtime_error(kForeign);
     if (enter()) {
         while (Clock::now() < deadline && run_one()) {
         }

@@ -30,7 +30,8 @@ public:
     Task(const Task&) = delete;
     Task& operator=(const Task&) = delete;
 
-    static void submit(const std::shared_ptr<Task>& task);  // starts threads where needed; returns at once
+    static void submit(const std::shared_ptr<Task>& task);  // starts threads where needed; returns at once; idempotent
+    bool submitted() const noexcept { return submitted_.load(std::memory_order_acquire); }
     bool done() const noexcept { return done_.load(std::memory_order_acquire); }
     bool wait_until(Clock::time_point deadline);  // true when done; helps meanwhile
     void wait();
@@ -56,6 +57,7 @@ private:
     std::atomic<std::size_t> next_{0};
     std::atomic<std::size_t> left_;
     std::atomic<unsigned> inside_{0};
+    std::atomic<bool> submitted_{false};
     std::atomic<bool> done_{false};
     std::atomic<bool> failed_{false};
     std::exception_ptr error_;

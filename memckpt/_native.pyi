@@ -63,9 +63,11 @@ class CopyJob:
     @property
     def watermark(self) -> int:
         """Number of leading chunks that are complete; never goes back."""
+    def start(self) -> None:
+        """Begin, where that has not happened yet. Any thread may. RuntimeError in a forked child."""
     def done(self) -> bool: ...
     def wait(self, timeout_s: float | None = None) -> bool:
-        """True once finished. The caller's thread takes part in the work while a place is free."""
+        """True once finished. Starts it where needed; the caller's thread helps while a place is free."""
     def crcs(self) -> npt.NDArray[np.uint32]:
         """CRC-32C of each chunk of the file, from byte 0. RuntimeError before the end."""
     def bad_chunks(self) -> npt.NDArray[np.int64]:
@@ -81,6 +83,7 @@ def gather(
     crc: bool = True,
     threads: int = 2,
     keep: object = None,
+    start: bool = True,
 ) -> CopyJob:
     """Copy pieces into the file, in chunks; CRC of every chunk in the same pass.
 

@@ -256,6 +256,52 @@ def test_keep_is_dropped_once_the_end_is_known(memory: SharedMemory) -> None:
     assert ref() is None
 
 
+def test_a_job_begins_when_it_is_told_to(memory: SharedMemory) -> None:
+    data = view(memory)
+    data[:] = 0
+    p = pieces([NOISE[: 12 << 20]], [0])
+    job = _native.gather(p.address, p.nbytes, p.offset, memory, 12 << 20, start=False)
+    time.sleep(0.05)
+    assert not job.done() and job.watermark == 0 and not data.any()
+    job.start()
+    job.start()
+    assert job.wait(60)
+    assert job.crcs().tolist() == chunk_crcs(p.blocks[0])
+    data[:] = 0
+    job.start()  # over is over
+    assert not data.any()
+
+
+def test_waiting_begins_a_job(memory: SharedMemory) -> None:
+    p = pieces([NOISE[: 12 << 20]], [0])
+    job = _native.gather(p.address, p.nbytes, p.offset, memory, 12 << 20, start=False)
+    assert job.wait(60)
+    assert job.crcs().tolist() == chunk_crcs(p.blocks[0])
+
+
+def test_a_job_that_never_began_is_dropped_at_once(memory: SharedMemory) -> None:
+    source = NOISE[: 12 << 20].copy()
+    ref = weakref.ref(source)
+    p = pieces([source], [0])
+    job = _native.gather(p.address, p.nbytes, p.offset, memory, 12 << 20, keep=source, start=False)
+    del source, p, job
+    assert ref() is None
+
+
+def test_a_forked_child_does_not_begin_its_parents_job(memory: SharedMemory) -> None:
+    p = pieces([NOISE[: 12 << 20]], [0])
+    job = _native.gather(p.address, p.nbytes, p.offset, memory, 12 << 20, start=False)
+    child = os.fork()
+    if child == 0:
+        try:
+            job.start()
+        except RuntimeError as error:
+            os._exit(0 if "parent" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert job.wait(60)
+
+
 def test_wait_with_a_time_limit(memory: SharedMemory) -> None:
     _native.select_cpu_path("scalar")
     p = pieces([NOISE[: 12 << 20]], [0])

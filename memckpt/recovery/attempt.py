@@ -244,7 +244,7 @@ class Attempt:
         assert self._stored is not None
         return read_stored(
             self._session.storage, self._stored, self._rank, self.fetched, worker,
-            threads=4 * self._session.threads, deadline_s=self._session.storage_deadline_s,
+            deadline_s=self._session.storage_deadline_s,
         )  # fmt: skip
 
     def _abandon_fetched(self) -> None:

@@ -97,7 +97,6 @@ def read_stored(
     slot: Slot,
     worker: ThreadPoolExecutor,
     *,
-    threads: int,
     deadline_s: float,
 ) -> Steps[str]:
     """Bring one shard into an unsealed slot of the right size, every chunk verified as it lands.
@@ -112,7 +111,7 @@ def read_stored(
     DeadlineExceeded
         It takes longer than `deadline_s` seconds.
     """
-    reading_it = worker.submit(reading.read_shard, storage, stored, rank, slot.memory, threads=threads)
+    reading_it = worker.submit(reading.read_shard, storage, stored, rank, slot.memory)
     end = time.monotonic() + deadline_s
     while not reading_it.done():
         if time.monotonic() > end:

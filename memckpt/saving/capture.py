@@ -38,6 +38,8 @@ class Snapshot:
 
     Attributes
     ----------
+    job : CopyJob or None
+        The copy; a lazy one is started by the background thread, or by whoever waits for it first.
     torn : str or None
         Why this snapshot must not be sealed.
     error : Exception or None
@@ -165,7 +167,10 @@ class Capture:
         if snapshot.lazy_nbytes and snapshot.eager_nbytes:
             # Eager bytes go first, whole and unsummed; the second job finds them in place and only sums them.
             self._wait(self._gather(pieces, eager, slot, layout, crc=False), step)
-        snapshot.job = self._gather(pieces, lazy if snapshot.lazy_nbytes else eager, slot, layout, crc=True)
+        # The background starts the lazy copy: threads woken here would take the processor from a step not yet over.
+        snapshot.job = self._gather(
+            pieces, lazy if snapshot.lazy_nbytes else eager, slot, layout, crc=True, start=not snapshot.lazy_nbytes
+        )
         if not snapshot.lazy_nbytes:
             self._wait(snapshot.job, step)
             snapshot.fenced = True
@@ -173,7 +178,9 @@ class Capture:
             self._lazy_saves += 1
         faults.point("capture.begun", self._shard, step)
 
-    def _gather(self, pieces: Pieces, which: np.ndarray, slot: Slot, layout: Layout, *, crc: bool) -> _native.CopyJob:
+    def _gather(
+        self, pieces: Pieces, which: np.ndarray, slot: Slot, layout: Layout, *, crc: bool, start: bool = True
+    ) -> _native.CopyJob:
         return _native.gather(
             pieces.sources[which],
             pieces.nbytes[which],
@@ -183,6 +190,7 @@ class Capture:
             crc=crc,
             threads=self._threads,
             keep=pieces.keep,
+            start=start,
         )
 
     def _wait(self, job: _native.CopyJob, step: int) -> None:

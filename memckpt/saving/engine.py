@@ -25,6 +25,7 @@ from memckpt.saving.replicate import Begin, Held, Pace, Receiving, Sending
 
 _IDLE_S = 0.05
 _SHORTEST_SLEEP_S = 20e-6
+_PATIENT_SLEEP_S = 100e-6  # the first one where nobody waits: each turn takes training's processor away for a moment
 _LONGEST_SLEEP_S = 1e-3
 
 
@@ -146,6 +147,8 @@ class Engine:
         self._moved = time.monotonic()
         self._replicated_s = None
         self._save = save
+        if self._thread is None:
+            self._guarded_poll()
         self._wake.set()
 
     def hurry(self) -> None:
@@ -185,26 +188,27 @@ class Engine:
         self._receiving = []
 
     def _run(self) -> None:
-        idle, sleep_s = 0, _SHORTEST_SLEEP_S
+        idle, sleep_s = 0, 0.0
         warmed = False
         while not self._stop.is_set():
             self._beat_now_and_then()
-            if self._save is None or self.failure is not None:
+            save = self._save
+            if save is None or self.failure is not None:
                 if not warmed:
                     warmed = True
                     self._pool.warm()
                 self._wake.wait(_IDLE_S)
                 self._wake.clear()
-                idle, sleep_s = 0, _SHORTEST_SLEEP_S
-                continue
-            if self._guarded_poll():
-                idle, sleep_s = 0, _SHORTEST_SLEEP_S
-            elif idle < SPINS:
+                idle, sleep_s = 0, 0.0
+            elif self._guarded_poll():
+                idle, sleep_s = 0, 0.0
+            elif save.pace.urgent and idle < SPINS:
                 idle += 1
-                time.sleep(0)  # gives up the processor: training or the peer may need this very core
+                time.sleep(0)  # gives up the processor: the peer may need this very core
             else:
+                shortest_s = _SHORTEST_SLEEP_S if save.pace.urgent else _PATIENT_SLEEP_S
+                sleep_s = min(max(1.5 * sleep_s, shortest_s), _LONGEST_SLEEP_S)
                 time.sleep(sleep_s)
-                sleep_s = min(1.5 * sleep_s, _LONGEST_SLEEP_S)
 
     def _beat_now_and_then(self) -> None:
         now = time.monotonic()
@@ -265,6 +269,7 @@ class Engine:
         return moved
 
     def _begin(self, save: Save) -> None:
+        save.source.start()
         begin = Begin(save.seq, save.step, save.source.nbytes)
         self._vote = Vote(self._comm, save.step, save.generation)
         self._receiving = list(save.held)

@@ -49,6 +49,11 @@ class FreshSource:
     def seal_bytes(self) -> bytes | None:
         return self._seal
 
+    def start(self) -> None:
+        """Begin the copy behind training."""
+        if self.snapshot.job is not None:
+            self.snapshot.job.start()
+
     def advance(self) -> bool:
         """Seal the snapshot when it may be; True if something moved."""
         snapshot = self.snapshot
@@ -106,6 +111,9 @@ class SealedSource:
 
     def seal_bytes(self) -> bytes | None:
         return self._seal
+
+    def start(self) -> None:
+        """Nothing has to be copied."""
 
     def advance(self) -> bool:
         """Nothing is left to do: it is sealed already."""

@@ -233,7 +233,7 @@ class Receiving:
             self._start()
             return True
         moved = False
-        while self._requests and self._requests[0].test():
+        if self._requests and self._requests[0].test():  # one per turn: what this rank sends must go on, too
             nbytes = self._requests.popleft().nbytes
             self._post()
             self._land(nbytes)
