@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from memckpt import _native
+from memckpt.comm.base import wait
 from memckpt.comm.local import LocalComm
 from memckpt.format.seal import Generation, Seal, encode
 from memckpt.memory.arena import Arena
@@ -114,6 +116,42 @@ def transfer(
     finally:
         pool.close()
         lock.release()
+
+
+def test_what_arrived_is_taken_in_turn_with_what_is_sent(tmp_path: Path) -> None:
+    """A rank that takes all that has arrived before it sends again halves what a link of two directions carries."""
+
+    def work(comm: LocalComm) -> None:
+        def meet() -> None:
+            wait([comm.iallreduce_min(np.zeros(1, dtype=np.int64))], 20, "the other rank")
+
+        chunks = 4
+        if comm.rank == 0:
+            body = msgspec.msgpack.encode(Begin(1, 4, chunks * CHUNK))
+            comm.isend((len(body).to_bytes(2, "little") + body).ljust(512, b"\0"), 1, tag(1, 0))
+            for chunk in range(chunks):
+                comm.isend(bytes(CHUNK), 1, tag(1, chunk + 1))
+            meet()
+            return
+        arena = Arena.open("r")
+        lock = arena.lock(rank=1)
+        pool = SlotPool(arena, [1, 0], threads=1)
+        receiving = Receiving(comm, pool, source=0, seq=1, step=4, generation=GENERATION, run="r")
+        meet()  # everything is there by now
+        landed = [0]
+        end = time.monotonic() + 20
+        while landed[-1] < chunks:
+            assert time.monotonic() < end
+            receiving.poll()
+            landed.append(receiving._landed)
+        assert max(after - before for before, after in itertools.pairwise(landed)) == 1
+        receiving.abandon()
+        pool.drop()
+        pool.close()
+        lock.release()
+
+    with fake_nodes(str(tmp_path)):
+        raise_errors(run_ranks(2, work, nodes=["a", "b"]))
 
 
 @pytest.mark.parametrize("nbytes", [1, CHUNK, 3 * CHUNK + 1])
