@@ -3,6 +3,7 @@
 ``mpirun --oversubscribe -n 2 python benchmarks/bench_persist.py [--json] [--quick] [--directory DIR]``
 
 Two ranks with one thread and a node each (by name; it is one machine), ``Mirror(1)``, all files on the disk of DIR.
+Training has a barrier between backward and the optimizer's step, where data-parallel ranks exchange gradients.
 What each way of writing left is read back and compared before anything is timed. All ways take turns in the same run;
 each figure is the median over rounds, each round the slowest rank. Rates are of the state's bytes, of both ranks
 together.
@@ -24,7 +25,8 @@ restore_storage
     `restore()` of a checkpoint that no memory has, against `dcp.load` into the same tensors, as a rate. Nothing of
     either's files is in the page cache (POSIX_FADV_DONTNEED, which is checked); `restore_storage_cached`: everything
     is. Slots are there already; `restore_storage_new_node`: the same with nothing cached, and memory to be made ready
-    first.
+    first. `restore_storage_raw`: against the limit, a plain read of the same bytes by the same number of processes,
+    nothing cached, into memory that is there.
 """
 
 from __future__ import annotations
@@ -99,9 +101,8 @@ class Persisting:
         self.moments = Moments()
 
     def advance(self) -> None:
-        """One step of training."""
-        self.training.work()
-        self.training.update()
+        """One step of data-parallel training. Collective."""
+        train(self.training)
         self.step += 1
         self.checkpointer.step(self.step)
 
@@ -145,6 +146,12 @@ class Raw:
     def is_same(self) -> bool:
         """What was written is what is read."""
         return (self.files / f"{world.rank}").read_bytes() == self._bytes.tobytes()
+
+    def load(self) -> None:
+        """Read what was written."""
+        with open(self.files / f"{world.rank}", "rb", buffering=0) as file:
+            for start in range(0, len(self._bytes), PIECE_NBYTES):
+                file.readinto(self._bytes[start : start + PIECE_NBYTES])
 
 
 class Torch:
@@ -191,6 +198,13 @@ class Dcp:
 
 
 Way = Raw | Torch | Dcp
+
+
+def train(training: Training) -> None:
+    """One step, with the place where ranks wait for each other's gradients. Collective."""
+    training.work()
+    world.Barrier()
+    training.update()
 
 
 def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
@@ -303,9 +317,10 @@ def remember(directory: Path) -> None:
     world.Barrier()
 
 
-def restores(persisting: Persisting, peer: Dcp, rounds: int) -> dict[str, float]:
+def restores(persisting: Persisting, raw: Raw, peer: Dcp, rounds: int) -> dict[str, float]:
     """Median seconds to read a checkpoint back. Collective."""
     persisting.persist()
+    write(raw)
     write(peer)
     saved = {name: tensor.clone() for name, tensor in persisting.training.tensors.items()}
 
@@ -314,16 +329,17 @@ def restores(persisting: Persisting, peer: Dcp, rounds: int) -> dict[str, float]
         prepare(persisting.files)
         return timed(persisting.restore)
 
-    def theirs(prepare: Callable[[Path], None]) -> float:
+    def theirs(way: Raw | Dcp, prepare: Callable[[Path], None]) -> float:
         persisting.checkpointer.wait()
-        prepare(peer.files)
-        return timed(peer.load)
+        prepare(way.files)
+        return timed(way.load)
 
     cases: dict[str, Callable[[], float]] = {
         "restore_storage": lambda: ours(forget, files=False),
-        "dcp": lambda: theirs(forget),
+        "dcp": lambda: theirs(peer, forget),
+        "raw": lambda: theirs(raw, forget),
         "restore_storage_cached": lambda: ours(remember, files=False),
-        "dcp_cached": lambda: theirs(remember),
+        "dcp_cached": lambda: theirs(peer, remember),
         "restore_storage_new_node": lambda: ours(forget, files=True),
     }
     seconds: dict[str, list[float]] = {name: [] for name in cases}
@@ -332,9 +348,11 @@ def restores(persisting: Persisting, peer: Dcp, rounds: int) -> dict[str, float]
             for tensor in persisting.training.tensors.values():
                 tensor.zero_()
             took = case()
-            assert equal(persisting.training.tensors, saved), f"{name}: wrong bytes"
+            assert name == "raw" or equal(persisting.training.tensors, saved), f"{name}: wrong bytes"
             if turn:
                 seconds[name].append(took)
+    assert raw.is_same(), "the plain read brought other bytes"
+    remove(raw.files)
     remove(peer.files)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
@@ -348,7 +366,7 @@ def felt(training: Training, places: Places, persist_s: float, rounds: int) -> t
     Each round has two halves of as many steps that begin with a save; that of one of them is written.
     """
     training.work_count = int(slowest(training.calibrate(STEP_S)))
-    step_s = statistics.median(timed(lambda: (training.work(), training.update())) for _ in range(5))
+    step_s = statistics.median(timed(lambda: train(training)) for _ in range(5))
     every = max(8, math.ceil(3 * persist_s / step_s))
     run = Persisting(training, places, every=every, persist_every=2 * every)
     blocked, added, took = [], [], []
@@ -382,11 +400,11 @@ def measure_big(places: Places, nbytes: int, rounds: int) -> list[_common.Result
     training = STATES["big"](nbytes)
     mib = world.size * training.nbytes / MIB
     persisting = Persisting(training, places, every=1, persist_every=1)
-    peer = Dcp(training, places)
-    ways: list[Way] = [Raw(training, places), Torch(training, places), peer]
+    raw, peer = Raw(training, places), Dcp(training, places)
+    ways: list[Way] = [raw, Torch(training, places), peer]
     validate(persisting, ways)
     persist_s, others = writes(persisting, ways, dict.fromkeys((Raw, Torch, Dcp), rounds))
-    read = restores(persisting, peer, max(1, rounds - 1))
+    read = restores(persisting, raw, peer, max(1, rounds - 1))
     persisting.checkpointer.close()
     remove(persisting.files)
     blocked, added, took = felt(training, places, persist_s, rounds)
@@ -402,6 +420,7 @@ def measure_big(places: Places, nbytes: int, rounds: int) -> list[_common.Result
         _common.result("blocked_persist", blocked * 1e3, "ms", duration),
         _common.result("added_persist", added * 1e3, "ms", duration),
         rate("restore_storage", read["restore_storage"], "dcp.load, nothing cached", read["dcp"]),
+        rate("restore_storage_raw", read["restore_storage"], "raw read, nothing cached", read["raw"]),
         rate("restore_storage_cached", read["restore_storage_cached"], "dcp.load, all cached", read["dcp_cached"]),
         rate("restore_storage_new_node", read["restore_storage_new_node"], "dcp.load, nothing cached", read["dcp"]),
     ]
