@@ -10,8 +10,7 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from memckpt import _native
-from memckpt.cli import common
-from memckpt.cli.inspect import contents_of
+from memckpt.cli import common, contents
 from memckpt.cli.stored import find
 from memckpt.errors import MemckptError, UsageError
 from memckpt.format.seal import Seal
@@ -101,7 +100,7 @@ def _seal_of(arena: Arena, found: Found) -> Seal | None:
 
 def _tensors(arena: Arena, name: str, seal: Seal) -> tuple[list[dict[str, Any]], int]:
     try:
-        says = contents_of(arena, name, seal.nbytes)
+        says = contents.of_slot(arena, name, seal.nbytes)
     except (MemckptError, OSError):
         return [], seal.nbytes  # the header itself is hit, so nothing says what lies where
     return says["entries"], says["data_offset"]

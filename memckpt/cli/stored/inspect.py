@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 from rich.markup import escape
 
-from memckpt.cli import common
-from memckpt.cli import inspect as memory
+from memckpt.cli import common, contents
 from memckpt.cli.stored import describe, find
 from memckpt.cli.stored.find import Target, chosen, nothing, told
 from memckpt.errors import CorruptSnapshot, MemckptError, UsageError
@@ -30,11 +29,11 @@ def shard_dict(storage: Storage, stored: Stored, shard: int) -> dict[str, Any]:
     says: dict[str, Any] = {"shard": shard, "reason": None, "seal": None}
     try:
         seal = reading.read_seal(storage, stored, shard)
-        says["seal"] = memory.seal_dict(seal)
+        says["seal"] = contents.seal_dict(seal)
         parsed = _header(storage, f"{stored.path}/{data_name(shard)}", seal.nbytes)
     except (MemckptError, OSError) as error:
         return says | {"reason": told(error)}
-    return says | memory.contents(parsed)
+    return says | contents.tensors(parsed)
 
 
 def _header(storage: Storage, path: str, nbytes: int) -> Any:
@@ -101,6 +100,6 @@ def _show(out: Any, says: dict[str, Any], stored: Stored) -> None:
                 str(shard.shard), data_name(shard.shard), format_nbytes(shard.nbytes), escape(shard.layout[:12])
             )
         out.print(table)
-    contents = says.get("contents")
-    if contents is not None:
-        memory.show_contents(out, contents)
+    inside = says.get("contents")
+    if inside is not None:
+        contents.show(out, inside)
