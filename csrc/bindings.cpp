@@ -228,6 +228,27 @@ std::int64_t first_change(const py::list& address_methods, const py::list& size_
     return -1;
 }
 
+using Memory = std::shared_ptr<SharedMemory>;
+
+// What reads chunks of live memory against those of a file, and waits for its end.
+template <typename T>
+auto reading(std::vector<T> (*run)(Pieces, const Memory&, std::uint64_t, std::vector<std::int64_t>, unsigned)) {
+    return [run](const py::object& sources, const py::object& nbytes, const py::object& offsets, const Memory& file,
+                 std::uint64_t file_nbytes, const py::object& chunks, std::int64_t threads) {
+        auto pieces = pieces_of(sources, nbytes, offsets, "sources");
+        if (file_nbytes > file->nbytes()) throw std::invalid_argument("file_nbytes is larger than the shared memory");
+        auto wanted = chunks_of(chunks, file_nbytes);
+        const unsigned n = thread_count(threads);
+        std::vector<T> found;
+        {
+            Use use(file);
+            const py::gil_scoped_release release;
+            found = run(std::move(pieces), file, file_nbytes, std::move(wanted), n);
+        }
+        return array_of(found);
+    };
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
@@ -311,7 +332,6 @@ PYBIND11_MODULE(_native, m) {
         .def("crcs", &JobHandle::crcs)
         .def("bad_chunks", &JobHandle::bad_chunks);
 
-    using Memory = std::shared_ptr<SharedMemory>;
 
     m.def(
         "gather",
@@ -341,43 +361,11 @@ PYBIND11_MODULE(_native, m) {
         py::arg("source").none(false), "file_nbytes"_a, "targets"_a, "nbytes"_a, "offsets"_a, py::kw_only(), "crcs"_a,
         "threads"_a = 2, "keep"_a = py::none());
 
-    m.def(
-        "audit",
-        [](const py::object& sources, const py::object& nbytes, const py::object& offsets, const Memory& target,
-           std::uint64_t file_nbytes, const py::object& chunks, std::int64_t threads) {
-            auto pieces = pieces_of(sources, nbytes, offsets, "sources");
-            if (file_nbytes > target->nbytes()) throw std::invalid_argument("file_nbytes is larger than the shared memory");
-            auto wanted = chunks_of(chunks, file_nbytes);
-            const unsigned n = thread_count(threads);
-            std::vector<std::int64_t> found;
-            {
-                Use use(target);
-                const py::gil_scoped_release release;
-                found = audit(std::move(pieces), target, file_nbytes, std::move(wanted), n);
-            }
-            return array_of(found);
-        },
-        "sources"_a, "nbytes"_a, "offsets"_a, py::arg("target").none(false), "file_nbytes"_a, "chunks"_a = py::none(),
-        "threads"_a = 2);
+    m.def("audit", reading<std::int64_t>(audit), "sources"_a, "nbytes"_a, "offsets"_a, py::arg("target").none(false),
+          "file_nbytes"_a, "chunks"_a = py::none(), "threads"_a = 2);
 
-    m.def(
-        "crc_sources",
-        [](const py::object& sources, const py::object& nbytes, const py::object& offsets, const Memory& base,
-           std::uint64_t file_nbytes, const py::object& chunks, std::int64_t threads) {
-            auto pieces = pieces_of(sources, nbytes, offsets, "sources");
-            if (file_nbytes > base->nbytes()) throw std::invalid_argument("file_nbytes is larger than the shared memory");
-            auto wanted = chunks_of(chunks, file_nbytes);
-            const unsigned n = thread_count(threads);
-            std::vector<std::uint32_t> crcs;
-            {
-                Use use(base);
-                const py::gil_scoped_release release;
-                crcs = crc_sources(std::move(pieces), base, file_nbytes, std::move(wanted), n);
-            }
-            return array_of(crcs);
-        },
-        "sources"_a, "nbytes"_a, "offsets"_a, py::arg("base").none(false), "file_nbytes"_a, "chunks"_a = py::none(),
-        "threads"_a = 2);
+    m.def("crc_sources", reading<std::uint32_t>(crc_sources), "sources"_a, "nbytes"_a, "offsets"_a, py::arg("base").none(false),
+          "file_nbytes"_a, "chunks"_a = py::none(), "threads"_a = 2);
 
     m.def(
         "crc32c",

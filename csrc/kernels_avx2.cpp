@@ -6,11 +6,8 @@
 // Build: c++ -std=c++17 -O3 -c kernels_avx2.cpp. Reference: crc32c::update_scalar.
 #include <immintrin.h>
 
-#include <algorithm>
-#include <cstring>
-
 #include "crc32c.hpp"
-#include "kernel_sets.hpp"
+#include "kernels_steps.hpp"
 
 #define TARGET __attribute__((target("avx2,vpclmulqdq,pclmul,sse4.2")))
 
@@ -71,43 +68,15 @@ TARGET std::uint32_t steps(std::uint32_t state, unsigned char* d, const unsigned
     return kCrc ? reduce(x) : 0;
 }
 
-TARGET std::uint32_t crc(std::uint32_t state, const void* data, std::size_t n) noexcept {
-    const auto* s = static_cast<const unsigned char*>(data);
-    if (const std::size_t whole = n / kStep * kStep; whole != 0) {
-        state = steps<false, true>(state, nullptr, s, whole);
-        s += whole;
-        n -= whole;
-    }
-    return crc_sse42(state, s, n);
-}
-
 template <bool kCrc>
-TARGET std::uint32_t copy(std::uint32_t state, void* target, const void* source, std::size_t n) noexcept {
-    auto* d = static_cast<unsigned char*>(target);
-    const auto* s = static_cast<const unsigned char*>(source);
-    const auto plain = [&](std::size_t part) {
-        if (part == 0) return;
-        if (kCrc) state = crc_sse42(state, s, part);
-        std::memcpy(d, s, part);
-        d += part;
-        s += part;
-        n -= part;
-    };
-    plain(std::min(n, -reinterpret_cast<std::uintptr_t>(d) & 63));
-    if (const std::size_t whole = n / kStep * kStep; whole != 0) {
-        state = steps<true, kCrc>(state, d, s, whole);
-        d += whole;
-        s += whole;
-        n -= whole;
-    }
-    plain(n);
-    return state;
+std::uint32_t copy(std::uint32_t state, void* target, const void* source, std::size_t n) noexcept {
+    return copy_by_steps<kCrc, steps<true, kCrc>, kStep>(state, target, source, n);
 }
 
 void copy_only(void* target, const void* source, std::size_t n) noexcept { copy<false>(0, target, source, n); }
 
 }  // namespace
 
-const Kernels kAvx2{"avx2", crc, copy<true>, copy_only};
+const Kernels kAvx2{"avx2", crc_by_steps<steps<false, true>, kStep>, copy<true>, copy_only};
 
 }  // namespace memckpt

@@ -6,11 +6,10 @@
 // Build: c++ -std=c++17 -O3 -c kernels_sse42.cpp. Reference: crc32c::update_scalar.
 #include <immintrin.h>
 
-#include <algorithm>
 #include <cstring>
 
 #include "crc32c.hpp"
-#include "kernel_sets.hpp"
+#include "kernels_steps.hpp"
 
 #define TARGET __attribute__((target("sse4.2")))
 
@@ -67,26 +66,14 @@ TARGET inline std::uint32_t copy_tile(std::uint32_t state, unsigned char* d, con
 }
 
 template <bool kCrc>
-TARGET std::uint32_t copy(std::uint32_t state, void* target, const void* source, std::size_t n) noexcept {
-    auto* d = static_cast<unsigned char*>(target);
-    const auto* s = static_cast<const unsigned char*>(source);
-    const auto plain = [&](std::size_t part) {
-        if (part == 0) return;
-        if (kCrc) state = crc_sse42(state, s, part);
-        std::memcpy(d, s, part);
-        d += part;
-        s += part;
-        n -= part;
-    };
-    plain(std::min(n, -reinterpret_cast<std::uintptr_t>(d) & 63));
-    while (n >= kTile) {
-        state = copy_tile<kCrc>(state, d, s);
-        d += kTile;
-        s += kTile;
-        n -= kTile;
-    }
-    plain(n);
+TARGET std::uint32_t tiles(std::uint32_t state, unsigned char* d, const unsigned char* s, std::size_t n) noexcept {
+    for (std::size_t at = 0; at < n; at += kTile) state = copy_tile<kCrc>(state, d + at, s + at);
     return state;
+}
+
+template <bool kCrc>
+std::uint32_t copy(std::uint32_t state, void* target, const void* source, std::size_t n) noexcept {
+    return copy_by_steps<kCrc, tiles<kCrc>, kTile>(state, target, source, n);
 }
 
 void copy_only(void* target, const void* source, std::size_t n) noexcept { copy<false>(0, target, source, n); }
