@@ -41,7 +41,7 @@ def test_smoke(tmp_path: Path) -> None:
     assert found["benchmark"] == "persist"
     assert [r["name"] for r in found["results"]] == [
         *("persist", "persist_torch", "persist_dcp", "blocked_persist", "added_persist"),
-        *("restore_storage", "restore_storage_cached", "restore_storage_new_node"),
+        *("restore_storage", "restore_storage_raw", "restore_storage_cached", "restore_storage_new_node"),
         *("persist_many", "persist_many_torch", "persist_many_dcp"),
     ]
     for r in found["results"]:
