@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import random
 import subprocess
@@ -17,7 +16,6 @@ import pytest
 
 from memckpt import storage as storages
 from memckpt.errors import UsageError
-from memckpt.storage import posix
 from memckpt.storage.base import Entry, Part, Storage
 from memckpt.storage.checkpoints import prune, scan
 from memckpt.storage.posix import PosixStorage
@@ -101,40 +99,6 @@ def test_get_reads_what_there_is(storage: Storage) -> None:
     buffer = bytearray(b"....")
     assert storage.get("d/x", 9, memoryview(buffer)) == 1
     assert buffer == b"9..."
-
-
-def test_what_is_not_cached_is_read_past_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    past: list[int] = []
-    real = posix._read_past_cache
-
-    def watched(*arguments: Any) -> int:
-        past.append(real(*arguments))
-        return past[-1]
-
-    nbytes = (8 << 20) + 4096 + 5
-    data = random.Random(1).randbytes(nbytes)
-    storage = PosixStorage(str(tmp_path))
-    put(storage, x=data)
-    monkeypatch.setattr(posix, "_is_cached", lambda fd, offset: False)
-    monkeypatch.setattr(posix, "_read_past_cache", watched)
-    for offset, length in [(0, nbytes), (4 << 20, 4 << 20), (4 << 20, nbytes), (8 << 20, 100), (77, 5 << 20)]:
-        with mmap.mmap(-1, length) as memory:  # begins at a page, as slots do
-            with memoryview(memory) as buffer:
-                assert storage.get("d/x", offset, buffer) == min(length, nbytes - offset)
-            assert memory[:] == data[offset : offset + length].ljust(length, b"\0")
-    if past[0]:  # else the file system has no such reads
-        assert past == [nbytes - 5, 4 << 20, nbytes - (4 << 20), 0, 0]
-    with mmap.mmap(-1, 2 * 4096) as memory, memoryview(memory)[3 : 3 + 4096] as buffer:
-        assert storage.get("d/x", 4096, buffer) == 4096
-        assert buffer == data[4096:8192]
-
-
-def test_what_was_just_written_is_read_from_the_cache(tmp_path: Path) -> None:
-    storage = PosixStorage(str(tmp_path))
-    put(storage, x=b"0123456789")
-    fd = os.open(tmp_path / "d/x", os.O_RDONLY)
-    assert posix._is_cached(fd, 0) and posix._is_cached(fd, 9)
-    os.close(fd)
 
 
 def test_what_is_not_there(storage: Storage) -> None:

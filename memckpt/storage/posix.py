@@ -17,9 +17,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from memckpt.errors import UsageError
 from memckpt.storage.base import Entry, Part, Reached, Storage, components, directory_of, naming, unheard
 
-_ALIGNED = 4096
-"""What a read past the page cache asks of its place, its size and its memory on nearly every disk."""
-
 _START_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
@@ -95,7 +92,7 @@ class PosixStorage(Storage):
         with naming(full):
             fd = os.open(full, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                done = 0 if _is_cached(fd, offset) else _read_past_cache(full, offset, buffer)
+                done = 0
                 while done < len(buffer):
                     with buffer[done:] as rest:
                         got = os.preadv(fd, [rest], offset + done)
@@ -184,39 +181,6 @@ def _write(path: str, part: Part, reached: Reached) -> None:
         with naming(path):
             os.fsync(fd)
         reached("synced", part.path)
-    finally:
-        os.close(fd)
-
-
-def _is_cached(fd: int, offset: int) -> bool:
-    """Whether the page cache has what lies there, judged by its first byte; True where the file system cannot tell."""
-    try:
-        os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT)
-    except OSError as error:
-        return error.errno != errno.EAGAIN
-    return True
-
-
-def _read_past_cache(path: str, offset: int, buffer: memoryview) -> int:
-    """Read what can be read without a copy in the page cache, which takes a processor as long as a fast disk takes.
-
-    Returns
-    -------
-    int
-        How many bytes at the start of `buffer` are there; 0 where the file system or the memory does not allow it.
-    """
-    whole = len(buffer) - len(buffer) % _ALIGNED
-    if offset % _ALIGNED or not whole:
-        return 0
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-    except OSError:
-        return 0
-    try:
-        with buffer[:whole] as target:
-            return os.preadv(fd, [target], offset)
-    except OSError:
-        return 0  # what is wrong with the disk, too, is said by the read that follows
     finally:
         os.close(fd)
 
