@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,6 +102,27 @@ def test_a_step_without_the_hook_is_captured_eagerly() -> None:
                 p.add_(1)
         ckpt.step(n)
         assert ckpt.stats().lazy_nbytes == 0
+    assert ckpt.wait() and ckpt.stats().commits == 3
+    ckpt.close()
+
+
+@pytest.mark.parametrize("concurrent", [True, False])
+def test_the_copy_goes_on_while_training_calls_nothing(concurrent: bool) -> None:
+    """With a background thread and, where there can be none, from `step` on."""
+    training = Training()
+    comm = LocalComm()
+    comm.concurrent = concurrent
+    ckpt = make(training, comm=comm)
+    ckpt.restore()
+    for n in (1, 2, 3):
+        training.step()
+        ckpt.step(n)
+    assert ckpt.stats().lazy_nbytes > 0
+    assert ckpt._capture._open is not None and ckpt._capture._open.job is not None
+    end = time.monotonic() + 10
+    while not ckpt._capture._open.job.done():
+        assert time.monotonic() < end
+        time.sleep(0.001)
     assert ckpt.wait() and ckpt.stats().commits == 3
     ckpt.close()
 
