@@ -107,12 +107,11 @@ def test_a_step_without_the_hook_is_captured_eagerly() -> None:
 
 
 @pytest.mark.parametrize("concurrent", [True, False])
-def test_the_copy_goes_on_while_training_calls_nothing(concurrent: bool) -> None:
+def test_the_copy_goes_on_while_training_calls_nothing(concurrent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a background thread and, where there can be none, from `step` on."""
     training = Training()
-    comm = LocalComm()
-    comm.concurrent = concurrent
-    ckpt = make(training, comm=comm)
+    monkeypatch.setattr(LocalComm, "concurrent", concurrent)
+    ckpt = make(training)
     ckpt.restore()
     for n in (1, 2, 3):
         training.step()
