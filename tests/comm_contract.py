@@ -35,7 +35,7 @@ def pattern(rank: int, nbytes: int) -> bytes:
 
 def check_identity(comm: Communicator) -> None:
     assert 0 <= comm.rank < comm.size
-    assert comm.kind in ("mpi", "local")
+    assert comm.kind in ("mpi", "torch", "local")
     assert comm.name
     assert comm.max_tag >= 32767
     assert [int(part) for part in allgather(comm, str(comm.rank).encode(), DEADLINE_S)] == list(range(comm.size))

@@ -1,4 +1,6 @@
-"""Transports: one contract (`Communicator`), MPI and threads below it, small collectives with deadlines above."""
+"""Transports: one contract (`Communicator`); MPI, torch.distributed and threads below it, small collectives with
+deadlines above.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,19 @@ __all__ = [
     "wait",
 ]
 
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
 
 
 def detect(comm: Any = None) -> Communicator:
-    """The transport that fits how this process was started. Collective under MPI.
+    """The transport that fits how this process was started. Collective where there are several ranks.
 
     Parameters
     ----------
     comm : Communicator or mpi4py.MPI.Intracomm, optional
         A `Communicator` is returned as it is; an mpi4py communicator is duplicated. ``None``: MPI under mpirun (or
-        when the program uses MPI already), else one rank by itself.
+        when the program uses MPI already), torch.distributed under torchrun (or when the program uses it already), else
+        one rank by itself.
 
     Returns
     -------
@@ -47,14 +51,35 @@ def detect(comm: Any = None) -> Communicator:
     Raises
     ------
     UsageError
-        MPI is wanted and cannot be had, with the reason.
+        MPI or torch.distributed is wanted and cannot be had, with the reason.
     """
     if isinstance(comm, Communicator):
         return comm
-    if comm is None and not any(key in os.environ for key in _LAUNCHED):
-        module = sys.modules.get("mpi4py.MPI")
-        if module is None or not module.Is_initialized() or module.Is_finalized() or module.COMM_WORLD.Get_size() == 1:
-            return LocalComm()
-    from memckpt.comm.mpi import MPIComm
+    if comm is not None or _under_mpi():
+        from memckpt.comm.mpi import MPIComm
 
-    return MPIComm(comm)
+        return MPIComm(comm)
+    if _under_torch():
+        from memckpt.comm.torch import TorchComm
+
+        return TorchComm()
+    return LocalComm()
+
+
+def _under_mpi() -> bool:
+    if any(key in os.environ for key in _LAUNCHED):
+        return True
+    module = sys.modules.get("mpi4py.MPI")
+    return (
+        module is not None
+        and bool(module.Is_initialized())
+        and not module.Is_finalized()
+        and module.COMM_WORLD.Get_size() > 1
+    )
+
+
+def _under_torch() -> bool:
+    module = sys.modules.get("torch.distributed")
+    if module is not None and module.is_available() and module.is_initialized():
+        return bool(module.get_world_size() > 1)
+    return _TORCHRUN in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"

@@ -1,4 +1,6 @@
-"""Run real MPI jobs from tests: own session, own deadline, and only processes of that job are ever signalled."""
+"""Run real jobs of several ranks from tests, under mpirun or another launcher: own session, own deadline, and only
+processes of that job are ever signalled.
+"""
 
 from __future__ import annotations
 
@@ -140,6 +142,17 @@ def start(
     """Start `script` on `n` ranks: a path to a file, or Python source. The repository is importable there."""
     mpirun = find_mpirun()
     assert mpirun is not None
+    options = ["--with-ft", "ulfm"] if ulfm else []
+    return launch(
+        [mpirun, *options, "--oversubscribe", "--bind-to", "none", *mpi_args, "-n", str(n), sys.executable],
+        script,
+        *args,
+        env=env,
+    )
+
+
+def launch(command: list[str], script: str | Path, *args: str, env: Mapping[str, str] | None = None) -> Job:
+    """Start `command` with `script` (a path to a file, or Python source) and `args` behind it."""
     folder = Path(tempfile.mkdtemp(prefix="memckpt-mpi-"))
     if isinstance(script, str) and ("\n" in script or not os.path.exists(script)):
         path = folder / "job.py"
@@ -159,12 +172,14 @@ def start(
         **(env or {}),
         MARK: mark,
     }
-    options = ["--with-ft", "ulfm"] if ulfm else []
-    command = [mpirun, *options, "--oversubscribe", "--bind-to", "none", *mpi_args]
-    command += ["-n", str(n), sys.executable, str(path), *args]
     with open(folder / "stdout", "wb") as out, open(folder / "stderr", "wb") as err:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=merged, start_new_session=True
+            [*command, str(path), *args],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=merged,
+            start_new_session=True,
         )
     return Job(process, mark, folder)
 
