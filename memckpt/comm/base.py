@@ -85,7 +85,7 @@ class Communicator(ABC):
     concurrent : bool
         Whether a background thread may use it while other threads use the transport too.
     kind : str
-        "mpi" or "local".
+        "mpi", "torch" or "local".
     name : str
         The transport in words, for what is printed first.
     revocable : bool

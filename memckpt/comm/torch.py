@@ -72,7 +72,16 @@ class _Waiters:
 
 
 _waiters = _Waiters()
-os.register_at_fork(after_in_child=lambda: _waiters.__init__())  # type: ignore[misc]  # threads stay behind
+
+
+def _forget_in_child() -> None:
+    """A forked child has neither the threads nor a right to the connections, which are its parent's."""
+    global _waiters
+    _waiters = _Waiters()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _tensor(view: memoryview) -> torch.Tensor:
@@ -84,14 +93,20 @@ def _tensor(view: memoryview) -> torch.Tensor:
 
 
 class _Message(Request):
-    """A send or a receive: a thread waits for it."""
+    """A send or a receive: a thread waits for it, and keeps the memory that gloo knows only by its address."""
 
     def __init__(self, comm: TorchComm, view: memoryview, what: str, peer: int, tag: int) -> None:
         self.what, self.peer, self.tag, self.nbytes = what, peer, tag, view.nbytes
         self._comm = comm
-        self._view: memoryview | None = view
+        self._memory: tuple[memoryview, bytearray] | None = (view, bytearray(_HEAD_NBYTES))
         self._done = False
         self._error: MemckptError | None = None
+
+    @property
+    def head(self) -> bytearray:
+        """What travels before the message. Only until it is complete."""
+        assert self._memory is not None
+        return self._memory[1]
 
     def begin(self, wait: Callable[[], int]) -> None:
         """Have a thread call `wait`, which returns the bytes of the message."""
@@ -99,7 +114,7 @@ class _Message(Request):
         def body() -> None:
             try:
                 self.nbytes = wait()
-                self._view = None
+                self._memory = None
                 self._done = True
             except MemckptError as error:
                 self._error = error
@@ -245,7 +260,7 @@ class TorchComm(Communicator):
         self._check_message("send", dest, tag)
         request = _Message(self, view, "send", dest, tag)
         number = next(self._numbers) % _BODY_TAGS
-        head = bytearray(_HEAD_NBYTES)
+        head = request.head
         _HEAD.pack_into(head, 0, view.nbytes, number)
         short = view.nbytes <= _INLINE_NBYTES
         if short:
@@ -260,7 +275,7 @@ class TorchComm(Communicator):
         def wait() -> int:
             for work in works:
                 work.wait()
-            return len(view) if head else 0  # both are kept until here
+            return view.nbytes
 
         request.begin(wait)
         return request
@@ -270,8 +285,7 @@ class TorchComm(Communicator):
         view = writable(buffer)
         self._check_message("receive", source, tag)
         request = _Message(self, view, "receive", source, tag)
-        head = bytearray(_HEAD_NBYTES)
-        group = self._group
+        head, group = request.head, self._group
         try:
             work = group.recv([_tensor(memoryview(head))], source, tag)
         except RuntimeError as error:
@@ -320,10 +334,11 @@ class TorchComm(Communicator):
                 self._broken = "the communicator was given up"
             waiting, group, self._group = self._waiting, self._group, None
         if self.size > 1 and (abort or waiting):
-            # A wait that times out closes all connections (see above).
-            with contextlib.suppress(RuntimeError):
-                nothing = torch.empty(1, dtype=torch.uint8)
-                group.recv([nothing], (self.rank + 1) % self.size, _BREAK_TAG).wait(timedelta(milliseconds=1))
+            # A wait that times out closes all connections (see above); one for a peer that is gone fails before that.
+            nothing = torch.empty(1, dtype=torch.uint8)
+            for offset in range(1, self.size):
+                with contextlib.suppress(RuntimeError):
+                    group.recv([nothing], (self.rank + offset) % self.size, _BREAK_TAG).wait(timedelta(milliseconds=1))
 
 
 @atexit.register
