@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from memckpt.recovery.session import Session
 from memckpt.redundancy import Mirror
 from memckpt.state.rng import RNG
 from memckpt.state.state import State
+from memckpt.storage.base import HOPELESS
 from memckpt.surroundings import Surroundings
 
 _COPY_THREADS = 4
@@ -119,15 +121,16 @@ def open_parts(
     Raises
     ------
     UsageError
-        Ranks were given different settings, or one that is not valid.
+        Ranks were given different settings, or one that is not valid; or there is nowhere to write to.
     RunInUse, ForeignMemory, StateError, PeerLost, DeadlineExceeded
     """
+    _check_states(states)
     context = surroundings.current() if comm is None else None
     base = context.communicator() if context is not None else detect(comm)
     if base is comm:
         base = base.dup()  # the caller's own stays the caller's to close
     copies = copies_of(redundancy, base.size)
-    state = State({**states, "rng": RNG()} if "rng" not in states else states, allow_pickle=allow_pickle)
+    state = State({**states, "rng": RNG()}, allow_pickle=allow_pickle)
     arena = Arena.open(name)
     pid, start_time = process.identity()
     settings = {
@@ -156,6 +159,7 @@ def open_parts(
         storage=None if persist is None else storage.open(persist.target, persist.storage_options),
         storage_deadline_s=0.0 if persist is None else persist.deadline_s,
     )
+    _check_storage(session)
     lock = arena.lock(rank=base.rank)
     try:
         decide_comm, engine_comm = base.dup(), base.dup()
@@ -163,11 +167,42 @@ def open_parts(
             name, arena.run.job, options, state, arena, lock, session, decide_comm, engine_comm, ranks, context
         )
         barrier(base, options.deadline_s)  # every rank of this node holds its lock: what else holds one is no member
-        arena.fence_past(parts.members, None, options.deadline_s)
+        arena.fence_past(parts.members, None, options.deadline_s, on_wait=_say if session.is_first_of_node else None)
     except BaseException:
         lock.release()
         raise
     return parts
+
+
+def _check_states(states: object) -> None:
+    if not isinstance(states, Mapping) or not all(isinstance(name, str) for name in states):
+        raise UsageError(f"states takes a mapping of names to objects, not {type(states).__name__}")
+    if "rng" in states:
+        raise UsageError('"rng" is the name of the random number generators in `states`; take another one')
+
+
+def _check_storage(session: Session) -> None:
+    """Make the storage's root on each node, and refuse, on all ranks, what cannot be written to. Collective."""
+    storage = session.storage
+    if storage is None:
+        return
+    problem = ""
+    if session.is_first_of_node:
+        try:
+            storage.prepare()
+        except OSError as error:
+            problem = f"{type(error).__name__}: {error}"
+            if error.errno not in HOPELESS:
+                _say(f"{storage.url} cannot be reached now: {problem}")
+                problem = ""
+    said = allgather(session.comm, problem.encode(), session.deadline_s)
+    for rank, text in enumerate(said):
+        if text:
+            raise UsageError(f"cannot persist to {storage.url}: {text.decode()}", run=session.run, rank=rank)
+
+
+def _say(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=6)
 
 
 def _count(text: str | None) -> int:

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 from memckpt.assembly import Parts, needs
 from memckpt.memory.budget import format_nbytes
-from memckpt.policy import describe
+from memckpt.policy import in_words
 from memckpt.recovery.placement import Holders, unprotected
+from memckpt.recovery.recover import Recovery
 from memckpt.reports import RestoreReport
+
+_TOLD = 8  # snapshots about which the first lines say why they were not restored
+
+
+def tell(parts: Parts, shard_nbytes: int, recovery: Recovery, report: RestoreReport, *, quiet: bool) -> None:
+    """Print the first lines on rank 0, or, where only they are not wanted, warn of what was damaged. Local."""
+    if parts.session.rank != 0:
+        return
+    if not quiet:
+        print(*first_lines(parts, shard_nbytes, recovery.holders, report), sep="\n", file=sys.stderr)
+    elif recovery.damaged:
+        lines = "".join(f"\n  {line}" for line in recovery.damaged)
+        warnings.warn(f"damaged snapshots of run {parts.run!r}:{lines}", RuntimeWarning, stacklevel=4)
 
 
 def first_lines(parts: Parts, shard_nbytes: int, holders: Holders, report: RestoreReport) -> list[str]:
@@ -22,14 +39,17 @@ def first_lines(parts: Parts, shard_nbytes: int, holders: Holders, report: Resto
     session = parts.session
     nodes = sorted({place.node for place in session.places})
     need = needs(parts, [shard_nbytes] * session.world)
+    left = len(report.rejected) - _TOLD
     background = "in the background" if parts.engine_comm.concurrent else "by the training thread (no thread support)"
     return [
         f"memckpt: run {parts.run!r}, {_count(session.world, 'rank')} on {_count(len(nodes), 'node')} over "
-        f"{session.comm.name}; saves by {describe(parts.options.every)}, replicated {background}",
+        f"{session.comm.name}; saves {in_words(parts.options.every)}, replicated {background}",
         f"memckpt: {format_nbytes(shard_nbytes)} per rank; slots of up to {format_nbytes(need[0].slot_nbytes)} "
         f"per rank, {format_nbytes(sum(n.slot_nbytes for n in need))} on this node, in {parts.arena.path}",
         "memckpt: " + _survives(parts, holders),
         *_persists(parts),
+        *(f"memckpt: not restored: {line}" for line in report.rejected[:_TOLD]),
+        *([f"memckpt: and {left} more were not (RestoreReport.rejected)"] if left > 0 else []),
         "memckpt: " + _begins(report),
     ]
 
@@ -54,7 +74,7 @@ def _persists(parts: Parts) -> list[str]:
     persist, storage = parts.options.persist, parts.session.storage
     if persist is None or storage is None:
         return []
-    kept = f"by {describe(persist.every)} to {storage.url}, keeping {describe(persist.keep)}"
+    kept = f"{in_words(persist.every)} to {storage.url}, keeping {in_words(persist.keep)}"
     return [f"memckpt: persists {kept}; survives the loss of all memory since then"]
 
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
-from memckpt import assembly
-from memckpt.banner import first_lines
-from memckpt.errors import Closed, MemckptError, PeerLost
-from memckpt.options import Options, Persist
+from memckpt import assembly, banner, ending
+from memckpt.errors import Closed, PeerLost, UsageError
+from memckpt.options import Options, Persist, checked_metrics, checked_step, parse_persist
 from memckpt.policy.save import SavePolicy, parse
 from memckpt.preemption import Watch
 from memckpt.recovery import recover
@@ -25,9 +24,6 @@ from memckpt.saving.capture import Capture
 from memckpt.saving.decide import Decisions
 from memckpt.saving.generation import Saving
 from memckpt.saving.tally import Tally
-
-_DRAIN_AFTER_ERROR_S = 5.0
-_DRAIN_STORAGE_AFTER_ERROR_S = 30.0
 
 
 class Checkpointer:
@@ -57,7 +53,7 @@ class Checkpointer:
         What a save that did not commit does at the next call. A lost peer always raises.
     on_busy : {"skip", "wait"}
         What to do when a save falls due while the last one is not known everywhere to have ended; skipped ones are
-        counted in `stats()`. With ``every=1``, "skip" saves about every second step, "wait" every one.
+        counted in `stats()`. With ``every=1``, "skip" saves every second or third step, "wait" every one.
     deadline : float
         Seconds to wait for a peer that shows no sign of life.
     bandwidth : float, optional
@@ -106,9 +102,8 @@ class Checkpointer:
         allow_pickle: bool = False,
         quiet: bool = False,
     ) -> None:
-        if persist is not None and not isinstance(persist, Persist):
-            persist = Persist(persist)
-        options = Options(parse(every), persist, fresh, on_error, on_busy, deadline, max_unprotected, bandwidth, grace)
+        policy, persist = parse(every), parse_persist(persist)
+        options = Options(policy, persist, fresh, on_error, on_busy, deadline, max_unprotected, bandwidth, grace)
         self._closed = True  # until everything below is there
         self._parts = parts = assembly.open_parts(
             states, name=name, options=options, redundancy=redundancy, comm=comm, allow_pickle=allow_pickle
@@ -135,11 +130,11 @@ class Checkpointer:
         self._commits = 0
         self._fenced_s, self._was_fenced = 0.0, False
         self._fired: dict[int, object] = {}
-        self._pid = os.getpid()
+        self._pid, self._thread = os.getpid(), 0
         self._hooks = [opt.register_step_pre_hook(self._make_hook()) for opt in parts.state.optimizers]
         self._watch.start()
         self._closed = False
-        self._at_exit = _abandon_at_exit(weakref.ref(self))
+        self._at_exit = ending.abandon_at_exit(weakref.ref(self))
         if parts.context is not None:
             parts.context.register(self)
 
@@ -172,7 +167,8 @@ class Checkpointer:
             The snapshots would not fit into memory; nothing was changed.
         PeerLost, DeadlineExceeded
         """
-        self._check_open()
+        self._check_usable()
+        step = None if step is None else checked_step(step, least=0)
         parts = self._parts
         with self._losing_peers():
             self._end_generation()
@@ -207,8 +203,7 @@ class Checkpointer:
             rejected=tuple(recovery.rejected),
             protected=base is not None and not recovery.rebuild,
         )
-        if not self._quiet and parts.session.rank == 0:
-            print(*first_lines(parts, self._shard_nbytes(), recovery.holders, self._report), sep="\n", file=sys.stderr)
+        banner.tell(parts, self._shard_nbytes(), recovery, self._report, quiet=self._quiet)
         return self._report
 
     def _end_generation(self) -> None:
@@ -232,7 +227,7 @@ class Checkpointer:
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
-    def step(self, n: int, metrics: Mapping[str, float] | None = None) -> None:
+    def step(self, n: int, metrics: Mapping[str, float] | None = None, *, save: bool = False) -> None:
         """Say that `n` optimizer steps are completed; saves if one is due. Collective, at each step on each rank.
 
         The state may be changed again as soon as an optimizer's step begins (it waits for the copy by itself); before
@@ -244,20 +239,26 @@ class Checkpointer:
             The last one plus one.
         metrics : mapping of str to float, optional
             What a preserve policy may choose by, such as a loss; written with the checkpoint if this step is persisted.
+            A value that is not finite is left out.
+        save : bool
+            Save this step in any case, to storage as well where there is one, and wait for what is under way before
+            it; the same on every rank. For the last step, or one after which training may stop.
 
         Raises
         ------
         UsageError
-            `n` is not the last step plus one, or memory of this run exists and `restore` was not called.
+            `n` is not the last step plus one, an argument is of the wrong kind, or memory of this run exists and
+            `restore` was not called.
         StepMismatch
-            Ranks are at different steps.
+            Ranks are at different steps, or disagree on `save`.
         SaveFailed
             With ``on_error="raise"``, where an earlier save did not commit, or could not be written to storage.
         PeerLost, DeadlineExceeded
             A peer is gone; what was under way is in doubt, and memory stays as it is for a recovery.
         """
         started = time.monotonic()
-        self._check_open()
+        self._check_usable()
+        n, metrics = checked_step(n), checked_metrics(metrics)
         with self._losing_peers():
             if self._saving is None:
                 self._begin_without_restore()
@@ -270,7 +271,7 @@ class Checkpointer:
                 saving.refuse(n, self._last_step)
             fired = self._fired.values() if self._stepped else ()
             self._last_step, self._stepped, self._fired = n, True, {}
-            saving.at(n, fired, metrics)
+            saving.at(n, fired, metrics, wanted=bool(save))
             self._watch.look_again()
         ended = time.monotonic()
         blocked_s = ended - started
@@ -289,8 +290,8 @@ class Checkpointer:
         return self._saving is not None and self._saving.preempted
 
     def steps(self, total: int) -> Iterator[int]:
-        """Restore, then yield the indices of the steps still to do, and call `step` after each; ends early when some
-        rank was told to stop. Collective.
+        """Restore, then yield the indices of the steps still to do, and call `step` after each, with ``save=True`` for
+        the last; ends early when some rank was told to stop. Collective.
 
         Parameters
         ----------
@@ -302,10 +303,12 @@ class Checkpointer:
         int
             Index of the step to do now: 0 for the first of the run.
         """
+        self._check_usable()
+        total = checked_step(total, least=0)
         report = self.restore() if self._report is None else self._report
         for index in range(max(report.step, self._last_step), total):
             yield index
-            self.step(index + 1)
+            self.step(index + 1, save=index + 1 == total)
             if self.preempted:
                 return
 
@@ -341,7 +344,7 @@ class Checkpointer:
         SaveFailed, PeerLost, DeadlineExceeded
             As `step`.
         """
-        self._check_open()
+        self._check_usable()
         self._capture.settle()
         if self._saving is None:
             return True
@@ -366,6 +369,7 @@ class Checkpointer:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Checkpointer:
+        self._check_usable()
         return self
 
     def __exit__(
@@ -374,33 +378,27 @@ class Checkpointer:
         if kind is None:
             self.close()
             return
-        self._note_crash(kind)
         # Everything stays for a recovery; what was accepted gets a short time to be committed if the peers are there.
-        with contextlib.suppress(MemckptError):
-            if not isinstance(error, PeerLost) and not self._closed and self._saving is not None:
-                self._capture.settle()
-                self._saving.engine.hurry()
-                self._saving.engine.wait(min(_DRAIN_AFTER_ERROR_S, self._options.deadline_s))
-                if self._watch.told and not self.preempted:
-                    self._saving.salvage()
-                self._saving.drain_storage(_DRAIN_STORAGE_AFTER_ERROR_S)
+        if not self._closed and self._saving is not None:
+            if self._tally.snapshot().commits == self._commits:
+                ending.note_crash(self._saving, kind)
+            if not isinstance(error, PeerLost):
+                ending.drain(self._saving, self._capture, self._watch, self._options.deadline_s)
         self.abandon()
 
-    def _note_crash(self, kind: type[BaseException]) -> None:
-        """The program fails by an error of its own: note it, if nothing was saved since the restore."""
-        own = issubclass(kind, Exception) and not issubclass(kind, MemckptError)
-        if own and not self._closed and self._saving is not None and self._tally.snapshot().commits == self._commits:
-            with contextlib.suppress(OSError, MemckptError):
-                self._saving.note_crash()
-
-    def close(self, keep: bool = False) -> None:
+    def close(self, keep: bool | None = None) -> None:
         """Finish the last save, agree with all ranks that the run is over, and give the memory back. Collective,
         idempotent.
 
+        Warns where the last step is not in storage, or in the memory that is kept: nothing is saved here, since the
+        state may have changed after that step (see `step`, `save`).
+
         Parameters
         ----------
-        keep : bool
-            Leave the memory, marked as finished; a later run of the same name can restore it.
+        keep : bool, optional
+            True: leave the memory, marked as finished; a later run of the same name can restore it. False: remove it.
+            Default: remove it, unless some rank was told to stop (SIGTERM, SIGUSR1): then the run is not over, and
+            its next start finds its memory.
 
         Raises
         ------
@@ -418,9 +416,17 @@ class Checkpointer:
         except BaseException:
             self.abandon()
             raise
-        self._shut(remove=not keep and saving is not None, finished=keep, abort=False)
-        if saving is not None:
-            saving.report_failed()
+        stopping = saving is not None and saving.stopping
+        stays = stopping if keep is None else keep
+        stats = self.stats()
+        self._shut(remove=saving is not None and not stays, finished=stays and not stopping, abort=False)
+        if saving is None:
+            return
+        if stopping and stays:
+            ending.tell_stopped(self._parts, stats, quiet=self._quiet)
+        elif self._stepped:
+            ending.warn_of_unsaved(self._parts, stats, kept=stays)
+        saving.report_failed()
 
     def abandon(self) -> None:
         """Let go of everything without agreement: thread, hooks, lock. Memory stays as it is. Local, idempotent."""
@@ -443,7 +449,7 @@ class Checkpointer:
         self._hooks = []
         self._watch.stop()
         if self._saving is not None:
-            self._saving.stop(_DRAIN_AFTER_ERROR_S)
+            self._saving.stop(ending.DRAIN_AFTER_ERROR_S)
         if abort:
             self._parts.break_off()
         assembly.close_parts(self._parts, remove=remove, finished=finished)
@@ -480,18 +486,11 @@ class Checkpointer:
         """Bytes of this rank's snapshot, with optimizer state that is still to come."""
         return self._capture.plan().file_nbytes + assembly.predicted_nbytes(self._parts.state)
 
-    def _check_open(self) -> None:
+    def _check_usable(self) -> None:
         if self._closed:
             raise Closed("this Checkpointer is closed", run=self._parts.run)
-
-
-def _abandon_at_exit(me: weakref.ref[Checkpointer]) -> Callable[[], None]:
-    """Interpreter exit without `close`: end the thread before MPI is finalized under it."""
-
-    def abandon() -> None:
-        checkpointer = me()
-        if checkpointer is not None:
-            checkpointer.abandon()
-
-    atexit.register(abandon)
-    return abandon
+        if self._pid != os.getpid():
+            raise UsageError(f"this Checkpointer is pid {self._pid}'s; a forked child cannot use it")
+        self._thread = self._thread or threading.get_ident()
+        if self._thread != threading.get_ident():
+            raise UsageError("this Checkpointer is already used by another thread: all calls belong to one")

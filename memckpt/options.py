@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from typing import Any, Literal
 
 from memckpt.errors import UsageError
 from memckpt.policy import describe
+from memckpt.policy.base import check_seconds, check_whole, is_number
 from memckpt.policy.preserve import PreservePolicy, parse_keep
 from memckpt.policy.save import SavePolicy, parse
 from memckpt.redundancy import Mirror
@@ -22,8 +25,8 @@ class Persist:
     Parameters
     ----------
     target : str or path
-        A directory on storage that every rank sees, or a URL that fsspec knows (``s3://bucket/prefix``). The run's
-        checkpoints lie in a directory of its name below it.
+        A directory on storage that every rank sees (``~`` is the home directory), or a URL that fsspec knows
+        (``s3://bucket/prefix``). The run's checkpoints lie in a directory of its name below it.
     every : int, str or SavePolicy
         Steps, a time ("15min"), "auto", "continuous" or a policy of `memckpt.policy.save`. A step that falls due is
         saved for this even where the memory tier would not have saved it. While the last one is still being written,
@@ -67,16 +70,12 @@ class Persist:
         stagger: float | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        if not os.fspath(target):
-            raise UsageError("Persist(target) takes a directory or a URL, not nothing")
-        if bandwidth is not None and not bandwidth > 0:
-            raise UsageError(f"bandwidth must be a positive number of bytes per second or None, not {bandwidth!r}")
-        if not 0 < deadline < math.inf:
-            raise UsageError(f"deadline must be a positive number of seconds, not {deadline!r}")
-        if stagger is not None and not 0 <= stagger < math.inf:
+        _check_bandwidth(bandwidth)
+        check_seconds("deadline", deadline)
+        if stagger is not None and not (is_number(stagger) and 0 <= stagger < math.inf):
             raise UsageError(f"stagger must be a number of seconds or None, not {stagger!r}")
         for field, value in {
-            "target": os.fspath(target),
+            "target": _target(target),
             "every": parse(every),
             "keep": parse_keep(keep),
             "bandwidth": bandwidth,
@@ -136,20 +135,63 @@ class Options:
         return {name: describe(getattr(self, name)) for name in self.__dataclass_fields__}
 
     def __post_init__(self) -> None:
-        if self.fresh not in ("auto", True, False):
+        if not (self.fresh == "auto" or isinstance(self.fresh, bool)):
             raise UsageError(f'fresh must be "auto", True or False, not {self.fresh!r}')
         if self.on_error not in ("warn", "raise"):
             raise UsageError(f'on_error must be "warn" or "raise", not {self.on_error!r}')
         if self.on_busy not in ("skip", "wait"):
             raise UsageError(f'on_busy must be "skip" or "wait", not {self.on_busy!r}')
-        if not self.deadline_s > 0 or math.isnan(self.deadline_s):
-            raise UsageError(f"deadline must be a positive number of seconds, not {self.deadline_s!r}")
-        if self.max_unprotected is not None and self.max_unprotected < 0:
-            raise UsageError(f"max_unprotected must be a number of steps or None, not {self.max_unprotected!r}")
-        if self.bandwidth is not None and not self.bandwidth > 0:
-            raise UsageError(f"bandwidth must be a positive number of bytes per second or None, not {self.bandwidth!r}")
-        if not 0 < self.grace_s < math.inf:
-            raise UsageError(f"grace must be a positive number of seconds, not {self.grace_s!r}")
+        check_seconds("deadline", self.deadline_s)
+        if self.max_unprotected is not None:
+            check_whole("max_unprotected", self.max_unprotected, least=0)
+        _check_bandwidth(self.bandwidth)
+        check_seconds("grace", self.grace_s)
+
+
+def parse_persist(persist: object) -> Persist | None:
+    """What a `persist` means: a directory or URL alone is a `Persist` of it. Local; raises UsageError."""
+    return persist if persist is None or isinstance(persist, Persist) else Persist(persist)  # type: ignore[arg-type]
+
+
+def _target(target: object) -> str:
+    """A directory as an absolute path, so that it means the same on every rank and later; a URL as it is."""
+    if not isinstance(target, (str, os.PathLike)) or not os.fspath(target):
+        raise UsageError(f"persist takes a Persist, a directory or a URL, not {target!r}")
+    where = os.fspath(target)
+    return where if "://" in where else os.path.abspath(os.path.expanduser(where))
+
+
+def _check_bandwidth(bandwidth: object) -> None:
+    if bandwidth is not None and not (is_number(bandwidth) and bandwidth > 0):
+        raise UsageError(f"bandwidth must be a positive number of bytes per second or None, not {bandwidth!r}")
+
+
+def checked_step(step: object, *, least: int = 1) -> int:
+    """A number of steps as an int, whatever kind of integer it is; raises UsageError for anything else."""
+    try:
+        whole = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        whole = -1
+    check_whole("a step", whole if whole >= 0 else step, least=least)
+    return whole
+
+
+def checked_metrics(metrics: object) -> dict[str, float] | None:
+    """Metrics as floats by name.
+
+    Raises
+    ------
+    UsageError
+        It is no mapping of names to numbers.
+    """
+    if metrics is None:
+        return None
+    if not isinstance(metrics, Mapping):
+        raise UsageError(f"metrics takes a mapping of names to numbers, not {metrics!r}")
+    for name, value in metrics.items():
+        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise UsageError(f"metrics takes names and numbers, not {name!r}: {value!r}")
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def copies_of(redundancy: Mirror | str, world: int) -> int:

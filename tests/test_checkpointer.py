@@ -309,32 +309,6 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_is_written(
     ckpt.abandon()
 
 
-def test_wrong_calls_are_one_clear_error_each() -> None:
-    training = Training()
-    for options, said in [
-        ({"every": 0}, "every"),
-        ({"every": True}, "every"),
-        ({"persist": ""}, "directory or a URL"),
-        ({"every": "soon"}, "every"),
-        ({"grace": 0.0}, "grace"),
-        ({"on_busy": "x"}, "on_busy"),
-        ({"redundancy": memckpt.Mirror(1)}, "needs 2 ranks"),
-        ({"deadline": 0.0}, "deadline"),
-        ({"name": "a/b"}, "name"),
-    ]:
-        with pytest.raises(memckpt.UsageError, match=said):
-            make(training, **options)
-    ckpt = make(training)
-    ckpt.restore()
-    with pytest.raises(memckpt.UsageError, match=r"step\(3\) after step 0"):
-        ckpt.step(3)
-    ckpt.abandon()
-    with pytest.raises(memckpt.Closed):
-        ckpt.step(4)
-    with pytest.raises(memckpt.StateError):
-        memckpt.Checkpointer({"n": 3}, name="run", comm=LocalComm())
-
-
 def test_stepping_over_memory_that_was_not_restored_is_refused() -> None:
     training = Training()
     ckpt = make(training)

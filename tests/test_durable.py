@@ -18,6 +18,7 @@ import memckpt
 from memckpt import faults
 from memckpt.comm.local import LocalComm
 from memckpt.policy import preserve, save
+from memckpt.saving import persist as persisting
 from memckpt.storage import checkpoints, open, reading
 from tests.ranks import fake_nodes, raise_errors, run_ranks
 from tests.training import Training, make, train
@@ -136,7 +137,9 @@ def test_a_damaged_checkpoint_is_stepped_over_on_all_ranks_and_said(base: Path) 
     data[-2] ^= 4
     shard.write_bytes(data)
     forget(base)
-    for report, _, _ in raise_errors(run_ranks(2, lambda c: life(c, base, 2, seed=5), nodes=["a", "b"])):
+    with pytest.warns(RuntimeWarning, match="(?s)damaged snapshots.*step 4.*differs from its checksum"):
+        results = raise_errors(run_ranks(2, lambda c: life(c, base, 2, seed=5), nodes=["a", "b"]))
+    for report, _, _ in results:
         assert (report.step, report.source) == (2, "storage")
         assert any("step 4" in line and "differs from its checksum" in line for line in report.rejected)
 
@@ -357,6 +360,33 @@ def test_a_step_that_was_dropped_does_not_go_to_storage(base: Path) -> None:
         results = raise_errors(run_ranks(2, lambda c: life(c, base, 6), nodes=["a", "b"]))
     assert {(stats.failed, stats.persist_failed, stats.persisted_step) for _, _, stats in results} == {(1, 0, 6)}
     assert steps_in(base) == {2: True, 6: True}
+
+
+def test_that_writing_is_tried_again_is_said_and_a_place_that_is_gone_is_told_soon(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(persisting, "_FIRST_BACKOFF_S", 0.02)
+    tried = {2: 0, 4: 0}
+
+    def fail(point: str, rank: int, step: int) -> None:
+        if point == "storage.staged" and step in tried:
+            tried[step] += 1
+            if step == 4:
+                raise FileNotFoundError(errno.ENOENT, "injected: not mounted")
+            if tried[step] < 6:
+                raise OSError(errno.ETIMEDOUT, "injected: slow")
+
+    faults.arm(fail)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, _, stats = life(LocalComm(), base, 6)
+    said = [str(w.message) for w in caught]
+    assert [s for s in said if "step 2 is not persisted yet by rank 0 of run 'run'" in s and "injected: slow" in s], (
+        said
+    )
+    assert [s for s in said if "step 4 was committed, but not persisted" in s and "not mounted" in s], said
+    assert steps_in(base) == {2: True, 6: True} and tried == {2: 6, 4: 4}
+    assert stats.persist_failed == 1
 
 
 def test_an_error_is_told_once_while_training_goes_on(base: Path) -> None:

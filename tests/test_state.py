@@ -398,6 +398,27 @@ def test_hyperparameters_of_many_groups(tmp_path: Path) -> None:
     assert plain(other) == plain(saved)
 
 
+@pytest.mark.parametrize(("saved", "live"), [("SGD", "AdamW"), ("AdamW", "SGD"), ("Adam", "AdamW"), ("AdamW", "Adam")])
+def test_state_of_another_kind_of_optimizer_is_refused_before_anything_changes(
+    saved: str, live: str, tmp_path: Path
+) -> None:
+    def make(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = small_model()
+        options: dict[str, Any] = {"momentum": 0.9} if kind == "SGD" else {}
+        return model, getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
+
+    model, optimizer = make(saved)
+    train(model, optimizer)
+    snapshot = take(State({"m": model, "o": optimizer}), tmp_path / "s")
+    model, optimizer = make(live)
+    before = repr((optimizer.state_dict(), [bits(p) for p in model.parameters()]))
+    with pytest.raises(LayoutMismatch) as caught:
+        put(State({"m": model, "o": optimizer}), snapshot)
+    assert caught.value.rows == [("o", f"state of {saved}", f"state of {live}")]
+    assert repr((optimizer.state_dict(), [bits(p) for p in model.parameters()])) == before
+    train(model, optimizer)
+
+
 def test_optimizers_with_a_state_dict_of_their_own(tmp_path: Path) -> None:
     class Own(torch.optim.SGD):
         calls = 0

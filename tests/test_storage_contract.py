@@ -16,7 +16,7 @@ import pytest
 
 from memckpt import storage as storages
 from memckpt.errors import UsageError
-from memckpt.storage.base import Entry, Part, Storage
+from memckpt.storage.base import HOPELESS, Entry, Part, Storage
 from memckpt.storage.checkpoints import prune, scan
 from memckpt.storage.posix import PosixStorage
 from memckpt.storage.reading import read_shard, verify
@@ -256,6 +256,32 @@ def test_free_space(storage: Storage, tmp_path: Path) -> None:
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_root_is_made_ready_as_often_as_one_likes(storage: Storage, fresh: Open) -> None:
+    storage.prepare()
+    assert storage.entries() == []
+    fresh().prepare()
+    put(storage, x=b"1")
+    fresh().prepare()
+    assert read(storage, "d/x", 1) == b"1"
+
+
+def test_a_root_that_cannot_be_had(tmp_path: Path, s3: dict[str, Any]) -> None:
+    (tmp_path / "file").write_text("x")
+    for target in (tmp_path / "file", tmp_path / "file" / "x", "/proc/nope"):
+        with pytest.raises(OSError) as caught:
+            storages.open(target).prepare()
+        assert caught.value.errno in HOPELESS
+    with pytest.raises(OSError, match="there is no nobucket") as caught:
+        storages.open("s3://nobucket/x", s3).prepare()
+    assert caught.value.errno in HOPELESS
+
+
+def test_a_root_that_is_not_ours_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(PermissionError):
+        storages.open(tmp_path / "x").prepare()
 
 
 def test_open_knows_paths_and_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

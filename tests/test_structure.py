@@ -21,6 +21,7 @@ LAYERS = [
     "cli demo __main__",
     "resilient",
     "checkpointer",
+    "ending",
     "generation banner",
     "durable due telling meter",
     "tally",

@@ -12,6 +12,7 @@ from memckpt.comm.base import FIRST_TAG, Communicator, Request, wait
 from memckpt.comm.local import LocalComm, LocalGroup
 from memckpt.comm.speed import transport_speed
 from memckpt.comm.trees import allgather, allreduce_min, barrier, broadcast, gather
+from memckpt.errors import UsageError
 
 __all__ = [
     "FIRST_TAG",
@@ -51,10 +52,14 @@ def detect(comm: Any = None) -> Communicator:
     Raises
     ------
     UsageError
-        MPI or torch.distributed is wanted and cannot be had, with the reason.
+        `comm` is something else; or MPI or torch.distributed is wanted and cannot be had, with the reason.
     """
     if isinstance(comm, Communicator):
         return comm
+    if comm is not None:
+        module = sys.modules.get("mpi4py.MPI")
+        if module is None or not isinstance(comm, module.Comm):
+            raise UsageError(f"comm takes a memckpt.comm.Communicator or an mpi4py communicator, not {comm!r}")
     if comm is not None or _under_mpi():
         from memckpt.comm.mpi import MPIComm
 

@@ -14,7 +14,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import msgspec
@@ -36,6 +36,8 @@ _CRASH = re.compile(r"crash-([0-9]{1,18})-([0-9a-f]{16})-([0-9]{1,18})-([0-9a-f]
 
 def _component(value: str, what: str, *, extra: str = "") -> str:
     """`value` if it can be a directory's name, else UsageError."""
+    if not isinstance(value, str):
+        raise UsageError(f"{what} must be a string, not {value!r}")
     bad = [c for c in value if c in "/\\\0" + extra or not c.isprintable()]
     if not value or value.startswith(".") or bad or len(value.encode()) > 100:
         raise UsageError(
@@ -218,7 +220,12 @@ class Arena:
         return process.describe(run=self.run.name, job=self.run.job, node=self.node, rank=rank, generation=generation)
 
     def fence_past(
-        self, members: Collection[tuple[int, int]], generation: Generation | None, deadline_s: float
+        self,
+        members: Collection[tuple[int, int]],
+        generation: Generation | None,
+        deadline_s: float,
+        *,
+        on_wait: Callable[[str], object] | None = None,
     ) -> list[ProcessInfo]:
         """End what is left of the run's past on this node; see `memckpt.memory.fence.fence_past`. Local.
 
@@ -227,7 +234,7 @@ class Arena:
         RunInUse
             A process that is no member still holds this run at the deadline.
         """
-        ended = fence.fence_past(self._procs, self._describe(), members, generation, deadline_s)
+        ended = fence.fence_past(self._procs, self._describe(), members, generation, deadline_s, on_wait=on_wait)
         process.remove_scratch(self._dir)
         return ended
 
@@ -435,6 +442,11 @@ class Arena:
         members : collection of (int, int)
             (pid, start time) of processes that have agreed to this; their lock files stay until they let go.
 
+        Notes
+        -----
+        While this process holds the run, one that has entered no generation waits for it to end, and is no obstacle:
+        it finds an empty run.
+
         Raises
         ------
         RunInUse
@@ -443,8 +455,9 @@ class Arena:
             Something in the directory is not ours; that is left, the rest is removed.
         """
         allowed = {*members, process.identity()}
-        for holder in lock.holders(self._procs):
-            if holder.held and (holder.info is None or holder.info.identity not in allowed):
+        others = [h for h in lock.holders(self._procs) if h.held and (not h.info or h.info.identity not in allowed)]
+        for holder in others:
+            if holder.info is None or holder.info.generation > 0 or not lock.holds(self._procs):
                 pid = holder.pid if holder.info is None else holder.info.pid
                 raise RunInUse(f"pid {pid} holds this run's memory", pid=pid, run=self.run.name, path=self._dir)
         left: list[str] = []
@@ -461,7 +474,7 @@ class Arena:
                     left.append(path)
             names = [f for f in names if not f.endswith(suffix) or f == _IDENTITY]
         lock.remove_dead(self._procs)
-        if not left:
+        if not left and not others:
             files.unlink(os.path.join(self._dir, _IDENTITY))
         self.tidy()
         if left:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from memckpt.errors import RunInUse
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from memckpt.format.seal import Generation
 
 GRACE_S = 1.0
+_TOLD_AFTER_S = 2.0
 
 
 def _older(info: ProcessInfo, generation: Generation | None) -> bool:
@@ -56,6 +57,8 @@ def fence_past(
     members: Collection[tuple[int, int]],
     generation: Generation | None,
     deadline_s: float,
+    *,
+    on_wait: Callable[[str], object] | None = None,
 ) -> list[ProcessInfo]:
     """Wait for, or end, every holder of a lock in `directory` that is no member; remove what the dead left. Local.
 
@@ -71,6 +74,8 @@ def fence_past(
         The caller's; only holders of another one, not a later one, are ended. None: any.
     deadline_s : float
         Seconds to wait in all. Half of it for a beat before a silent holder is ended.
+    on_wait : callable, optional
+        Told once, after two seconds, for whom this waits.
 
     Returns
     -------
@@ -108,12 +113,20 @@ def fence_past(
         still = [h for h in others if h.info not in ended]
         if still and waited_s >= deadline_s:
             raise _in_use(still[0], own, generation)
+        if still and on_wait is not None and waited_s >= _TOLD_AFTER_S:
+            on_wait(f"waiting, for up to {deadline_s:g} s: {_held(still[0], own, generation)}")
+            on_wait = None
         if still:
             time.sleep(pause_s)
             pause_s = min(0.05, pause_s * 1.5)
 
 
 def _in_use(holder: Holder, own: ProcessInfo, generation: Generation | None) -> RunInUse:
+    pid = holder.pid if holder.info is None else holder.info.pid
+    return RunInUse(_held(holder, own, generation), pid=pid, run=own.run, path=holder.path)
+
+
+def _held(holder: Holder, own: ProcessInfo, generation: Generation | None) -> str:
     info = holder.info
     pid = info.pid if info is not None else holder.pid
     who = str(info) if info is not None else f"pid {pid} (its lock file {os.path.basename(holder.path)} cannot be read)"
@@ -123,4 +136,4 @@ def _in_use(holder: Holder, own: ProcessInfo, generation: Generation | None) -> 
         why = "it has entered a later generation than this process"
     else:
         why = "it is alive; give this job another name or MEMCKPT_JOB, or end that one first"
-    return RunInUse(f"the memory of this run is held by {who}: {why}", pid=pid, run=own.run, path=holder.path)
+    return f"the memory of run {own.run!r} is held by {who}: {why}"

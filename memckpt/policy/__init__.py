@@ -6,6 +6,6 @@ policies are in `memckpt.policy.save`, the preserve policies in `memckpt.policy.
 """
 
 from memckpt.policy import preserve, save
-from memckpt.policy.base import describe
+from memckpt.policy.base import describe, in_words
 
-__all__ = ["describe", "preserve", "save"]
+__all__ = ["describe", "in_words", "preserve", "save"]

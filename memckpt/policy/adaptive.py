@@ -67,6 +67,9 @@ class Adaptive(SavePolicy):
         if self.mtbf_s is not None:
             check_seconds("Adaptive(mtbf_s)", self.mtbf_s)
 
+    def __str__(self) -> str:
+        return f"as often as {self.max_overhead:.3g} of the training time allows"
+
     def should_save(self, step: int, previous: Sequence[SaveInfo], *, context: SaveContext) -> bool:
         """Whether to save, or with ``context.tier == "storage"`` to persist, now; see the class. Local, pure."""
         in_memory = context.tier == "memory"

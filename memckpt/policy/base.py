@@ -107,6 +107,11 @@ def describe(policy: object) -> str:
     return f"{type(policy).__qualname__}({settings})"
 
 
+def in_words(policy: object) -> str:
+    """A policy for people to read: what it says of itself, else what `describe` says. Local."""
+    return describe(policy) if type(policy).__str__ is object.__str__ else str(policy)
+
+
 def check_whole(what: str, value: object, *, least: int = 1) -> None:
     """Refuse what is no whole number of at least `least`; raises UsageError."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -115,13 +120,13 @@ def check_whole(what: str, value: object, *, least: int = 1) -> None:
 
 def check_seconds(what: str, value: object) -> None:
     """Refuse what is no positive, finite number of seconds; raises UsageError."""
-    if not _is_number(value) or not 0 < value < math.inf:
+    if not is_number(value) or not 0 < value < math.inf:
         raise UsageError(f"{what} must be a positive number of seconds, not {value!r}")
 
 
 def check_share(what: str, value: object) -> None:
     """Refuse what is no number above 0 and at most 1; raises UsageError."""
-    if not _is_number(value) or not 0 < value <= 1:
+    if not is_number(value) or not 0 < value <= 1:
         raise UsageError(f"{what} must be above 0 and at most 1, not {value!r}")
 
 
@@ -151,5 +156,6 @@ def contains(steps: range | tuple[int, ...], step: int) -> bool:
     return at < len(steps) and steps[at] == step
 
 
-def _is_number(value: object) -> TypeGuard[float]:
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is an int or a float, and no bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -42,6 +42,9 @@ class LatestN(PreservePolicy):
         if self.n is not None:
             check_whole("LatestN(n)", self.n)
 
+    def __str__(self) -> str:
+        return "all" if self.n is None else f"the newest {self.n}"
+
     def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: PreserveContext) -> Sequence[bool]:
         """True for the last `n`. Local, pure."""
         first = 0 if self.n is None else len(checkpoints) - self.n

@@ -57,6 +57,9 @@ class EveryNSteps(SavePolicy):
     def __post_init__(self) -> None:
         check_whole("EveryNSteps(n)", self.n)
 
+    def __str__(self) -> str:
+        return "every step" if self.n == 1 else f"every {self.n} steps"
+
     def should_save(self, step: int, previous: Sequence[SaveInfo], *, context: SaveContext) -> bool:
         """Whether `step` is a multiple. Local, pure."""
         return step % self.n == 0 and not _is_saved(step, previous)
@@ -74,6 +77,9 @@ class FixedInterval(SavePolicy):
 
     def __post_init__(self) -> None:
         check_seconds("FixedInterval(seconds)", self.seconds)
+
+    def __str__(self) -> str:
+        return f"every {self.seconds:g} s"
 
     def should_save(self, step: int, previous: Sequence[SaveInfo], *, context: SaveContext) -> bool:
         """Whether the last save ended that long ago. Local, pure."""
@@ -101,6 +107,10 @@ class Continuous(SavePolicy):
     def __post_init__(self) -> None:
         if self.minimum_interval_secs is not None:
             check_seconds("Continuous(minimum_interval_secs)", self.minimum_interval_secs)
+
+    def __str__(self) -> str:
+        pause = self.minimum_interval_secs
+        return "continuously" if pause is None else f"continuously, with {pause:g} s between two saves"
 
     def should_save(self, step: int, previous: Sequence[SaveInfo], *, context: SaveContext) -> bool:
         """Whether no save is under way and the minimum has passed. Local, pure."""

@@ -64,12 +64,15 @@ class Item(msgspec.Struct, frozen=True):
         What it holds; None when that is no snapshot of this run.
     reason : str or None
         Why it is none, where that is more than a missing seal.
+    damaged : bool
+        It was whole once and is not any more, as `reason` says; otherwise it never came to an end.
     """
 
     slot: str
     nbytes: int
     sealed: Sealed | None = None
     reason: str | None = None
+    damaged: bool = False
 
 
 class Listing(msgspec.Struct, frozen=True):
@@ -113,7 +116,8 @@ def list_node(
         elif seal.chunk_nbytes != CHUNK_NBYTES:
             reason = f"checksums of chunks of {seal.chunk_nbytes} bytes"
         if seal is None or reason is not None:
-            items.append(Item(f.slot, f.nbytes, reason=reason[:_REASON_LENGTH] if reason else None))
+            reason = reason[:_REASON_LENGTH] if reason else None
+            items.append(Item(f.slot, f.nbytes, reason=reason, damaged=reason is not None))
             continue
         sealed = Sealed(seal.shard, seal.world, seal.generation, seal.base, seal.step, seal.layout)
         items.append(Item(f.slot, f.nbytes, sealed))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from memckpt.format.seal import Base, Generation
-from memckpt.recovery.inventory import Item, Listing, Sealed
+from memckpt.recovery.inventory import STORAGE, Item, Listing, Sealed
 
 Where = tuple[str, str]  # node and slot
 
@@ -24,7 +24,21 @@ def name(snapshot: Base) -> str:
 
 
 class Known:
-    """What can be said about histories and complete steps, from the seals of all nodes."""
+    """What can be said about histories and complete steps, from the seals of all nodes.
+
+    Attributes
+    ----------
+    seals : list of Sealed
+        Of all nodes.
+    copies : dict
+        By snapshot set and shard: where it lies.
+    complete : list of Base
+        Snapshot sets with a copy of every shard, best first.
+    crashing : set of Base
+        Those that the program only failed after.
+    damaged : bool
+        Something that was whole once is not any more.
+    """
 
     def __init__(self, listings: Sequence[Listing], excluded: Mapping[Where, str]) -> None:
         self.listings, self.excluded = listings, excluded
@@ -33,11 +47,14 @@ class Known:
         self._worlds: dict[Base, set[int]] = {}
         self._grew_from: dict[Generation, Base | None] = {}
         self._broken: list[str] = []
+        self.damaged = bool(excluded)
         for listing in listings:
             for item in listing.items:
+                self.damaged |= item.damaged
                 if item.sealed is None:
                     if item.reason:
-                        self._broken.append(f"slot {item.slot} on {listing.node}: {item.reason}")
+                        what = item.slot if listing.node == STORAGE else f"slot {item.slot} on {listing.node}"
+                        self._broken.append(f"{what}: {item.reason}")
                     continue
                 s = item.sealed
                 self.seals.append(s)

@@ -43,6 +43,8 @@ class Plan(msgspec.Struct, frozen=True):
         Whether there was any snapshot of this run.
     crashing : bool
         Some complete step was stepped over since the program only failed after it was restored.
+    damaged : bool
+        Something that was whole once is not any more.
     """
 
     generation: Generation
@@ -54,6 +56,7 @@ class Plan(msgspec.Struct, frozen=True):
     rejected: tuple[str, ...]
     existed: bool
     crashing: bool = False
+    damaged: bool = False
 
 
 def make(
@@ -126,6 +129,7 @@ def make(
         rejected=tuple(known.rejected(base)),
         existed=bool(known.seals),
         crashing=any(c in known.crashing for c in known.complete),
+        damaged=known.damaged,
     )
 
 

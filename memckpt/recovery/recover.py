@@ -60,6 +60,8 @@ class Recovery:
         Wall time of this rank by phase ("inventory", "plan", "check", "fetch", "load") and "total".
     rejected : tuple of str
         What was not taken and why.
+    damaged : tuple of str
+        Those of them that turned out to be damaged while they were loaded.
     existed : bool
         Whether there was any snapshot of this run.
     """
@@ -76,6 +78,7 @@ class Recovery:
     nbytes: int
     seconds: dict[str, float]
     rejected: tuple[str, ...]
+    damaged: tuple[str, ...]
     existed: bool
 
 
@@ -242,18 +245,8 @@ class _Restore:
             excluded=self._excluded,
             stored=stored,
         )
-        if plan.base is None and plan.crashing and not self._request.start_over:
-            raise NothingToRestore(
-                f"the program failed right after the restore of every step there is; restore(step=N) takes one all the "
-                f"same, fresh=True starts over:{''.join(chr(10) + '  ' + line for line in plan.rejected)}",
-                run=run,
-            )
-        if unreadable and plan.base is None and not self._request.start_over:
-            raise NothingToRestore(
-                f"nothing whole is in memory, and storage cannot be read, so that nobody knows whether there is a "
-                f"checkpoint: {unreadable}",
-                run=run,
-            )
+        if plan.base is None and not self._request.start_over and (why := self._why_not_afresh(plan, unreadable)):
+            raise NothingToRestore(why, run=run)
         if self._request.refuse_existing and plan.existed:
             there = f"the newest whole one is {name(plan.base)}" if plan.base else "no step of it is whole"
             raise UsageError(
@@ -261,6 +254,24 @@ class _Restore:
                 run=run,
             )
         return plan
+
+    @staticmethod
+    def _why_not_afresh(plan: Plan, unreadable: str) -> str:
+        """Where nothing can be restored: why that is no reason to begin at step 0 without being told to."""
+        rejected = "".join(f"\n  {line}" for line in plan.rejected)
+        if plan.crashing:
+            return (
+                "the program failed right after the restore of every step there is; restore(step=N) takes one all the "
+                f"same, fresh=True starts over:{rejected}"
+            )
+        if unreadable:
+            return (
+                "nothing whole is in memory, and storage cannot be read, so that nobody knows whether there is a "
+                f"checkpoint: {unreadable}"
+            )
+        if plan.damaged:
+            return f"every step there is is damaged or incomplete; fresh=True starts over:{rejected}"
+        return ""
 
     def _looked(self) -> str:
         storage = self._session.storage
@@ -307,6 +318,7 @@ class _Restore:
             nbytes=sum(rank.nbytes for rank in plan.ranks),
             seconds=dict(self._seconds),
             rejected=plan.rejected,
+            damaged=tuple(self._excluded[where] for where in sorted(self._excluded)),
             existed=plan.existed,
         )
 

@@ -36,7 +36,7 @@ def list_storage(storage: Storage, run: str) -> Listing:
         if stored.stray:
             continue
         if not stored.complete or stored.marker is None:
-            items.append(Item(stored.path, stored.nbytes, reason=stored.reason))
+            items.append(Item(stored.path, stored.nbytes, reason=stored.reason, damaged=stored.damaged))
             continue
         marker = stored.marker
         crashes += [(Base(marker.generation, marker.step), generation) for generation in stored.crashes]

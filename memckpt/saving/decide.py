@@ -42,6 +42,8 @@ class Word:
         microseconds; 0 while not known [the largest].
     persist_cost_us, persist_us : int
         The same for the storage tier: what it costs training, and how long it takes [the largest].
+    wanted : bool
+        The user wants this step saved in any case [must be equal].
     """
 
     step: int | None
@@ -56,6 +58,7 @@ class Word:
     replicate_us: int = 0
     persist_cost_us: int = 0
     persist_us: int = 0
+    wanted: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ class Agreed:
         Every rank knows the outcome of the last save and has a slot for the next.
     leaving : bool
         Some rank is closing.
-    clock_ms, preempted, persist_idle, persisted_step, cost_us, step_us, replicate_us, persist_cost_us, persist_us
+    clock_ms, preempted, persist_idle, persisted_step, wanted
+    cost_us, step_us, replicate_us, persist_cost_us, persist_us
         As in `Word`, over all ranks.
     troubled : int or None
         The first rank whose writing to storage failed.
@@ -91,6 +95,7 @@ class Agreed:
     replicate_us: int = 0
     persist_cost_us: int = 0
     persist_us: int = 0
+    wanted: bool = False
     index: int = field(default=0, compare=False)
 
 
@@ -134,7 +139,7 @@ class Decisions:
         Raises
         ------
         StepMismatch
-            Ranks were at different steps; raised on every rank.
+            Ranks were at different steps, or only some of them wanted theirs saved; raised on every rank.
         PeerLost, DeadlineExceeded
         """
         before = self.complete(poll=poll)
@@ -155,6 +160,8 @@ class Decisions:
             raise StepMismatch(
                 f"ranks called step() with different numbers: from {low} to {-negative_high}", run=self._run, step=low
             )
+        if int(values[2]) != 1 and int(values[3]) != 0:
+            raise StepMismatch(f"some ranks called step({low}) with save=True, others without", run=self._run, step=low)
         self._last = replace(_decode(values), index=self.count - 1)
         return self._last
 
@@ -166,6 +173,8 @@ def _encode(word: Word, rank: int) -> np.ndarray:
         [
             _NOBODY if word.step is None else word.step,
             _NOBODY if word.step is None else -word.step,
+            leaving or word.wanted,
+            -word.wanted,
             word.settled,
             not leaving,
             word.clock_ms,
@@ -184,7 +193,9 @@ def _encode(word: Word, rank: int) -> np.ndarray:
 
 
 def _decode(values: np.ndarray) -> Agreed:
-    low, _, settled, staying, clock_ms, going_on, persist_idle, troubled, persisted, *durations = map(int, values)
+    low, _, _, wanted, settled, staying, clock_ms, going_on, persist_idle, troubled, persisted, *durations = map(
+        int, values
+    )
     cost_us, step_us, replicate_us, persist_cost_us, persist_us = (-d for d in durations)
     return Agreed(
         step=None if low == _NOBODY else low,
@@ -195,6 +206,7 @@ def _decode(values: np.ndarray) -> Agreed:
         persist_idle=bool(persist_idle),
         troubled=None if troubled == _NOBODY else troubled,
         persisted_step=-persisted,
+        wanted=wanted != 0,
         cost_us=cost_us,
         step_us=step_us,
         replicate_us=replicate_us,

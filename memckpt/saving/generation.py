@@ -54,6 +54,8 @@ class Saving:
     ----------
     preempted : bool
         All ranks know that one was told to stop, and have saved the step at which they learnt it.
+    stopping : bool
+        All ranks have left, some of them because one was told to stop: the run is not over. Set by `leave`.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Saving:
         self._persist_at_exchange = -1
         self._began_at = time.monotonic() - process.age_s()
         self._watch = watch
-        self.preempted = False
+        self.preempted = self.stopping = False
         persist = self._options.persist
         self._schedule = Schedule(
             self._options.every,
@@ -116,10 +118,14 @@ class Saving:
 
     # -- what falls due ------------------------------------------------------------------------------------------------
 
-    def at(self, n: int, fired: Iterable[object], metrics: Mapping[str, float] | None = None) -> None:
-        """Training is at step `n`: exchange, and begin what is due. Collective."""
-        agreed = self._decisions.exchange(self._word(n), poll=self.engine.pump)
-        self._turn(n, agreed, fired, metrics, leaving=False)
+    def at(
+        self, n: int, fired: Iterable[object], metrics: Mapping[str, float] | None = None, *, wanted: bool = False
+    ) -> None:
+        """Training is at step `n`: exchange, and begin what is due, or `wanted` in any case. Collective."""
+        agreed = self._decisions.exchange(self._word(n, wanted=wanted), poll=self.engine.pump)
+        if wanted:
+            self._decisions.complete(poll=self.engine.pump)  # raises on all ranks if some do not want it
+        self._turn(n, agreed, fired, metrics, wanted=wanted, leaving=False)
 
     def observe(self, step_s: float, blocked_s: float, *, fenced: bool) -> None:
         """Learn what saves cost, from the time of one step of training. Local.
@@ -136,7 +142,7 @@ class Saving:
         persisting = self._durable is not None and not self._durable.idle
         self._meter.observe(step_s, blocked_s, fenced=fenced, saving=self.engine.busy, persisting=persisting)
 
-    def _word(self, n: int | None) -> Word:
+    def _word(self, n: int | None, *, wanted: bool = False) -> Word:
         durable = self._durable
         return Word(
             n,
@@ -151,6 +157,7 @@ class Saving:
             replicate_us=microseconds(self._tally.snapshot().last_committed_s),
             persist_cost_us=microseconds(self._meter.storage.cost_s),
             persist_us=0 if durable is None else microseconds(durable.last_s),
+            wanted=wanted,
         )
 
     def refuse(self, n: int, last: int) -> None:
@@ -177,8 +184,9 @@ class Saving:
             now = self._decisions.complete(poll=self.engine.pump)
             assert now is not None
             if now.step is None:
+                self.stopping = self.preempted or now.preempted
                 break
-            self._turn(now.step, agreed, (), None, leaving=True)
+            self._turn(now.step, agreed, (), None, wanted=now.wanted, leaving=True)
             if time.monotonic() > end:
                 raise DeadlineExceeded("other ranks went on training after this one closed", run=self._parts.run)
         self.wait_for_outcome()
@@ -247,6 +255,7 @@ class Saving:
         fired: Iterable[object],
         metrics: Mapping[str, float] | None,
         *,
+        wanted: bool,
         leaving: bool,
     ) -> None:
         """One step's decisions. A rank that is leaving takes part in what the others start at that very exchange, with
@@ -258,6 +267,10 @@ class Saving:
             return
         if agreed is not None and agreed.index >= self._first_exchange and agreed.preempted and not self.preempted:
             self._stop_at(n, fired, metrics, leaving)
+            return
+        if wanted:
+            persist = self._options.persist
+            self._save_now(n, fired, metrics, leaving, 0.0 if persist is None else persist.deadline_s)
             return
         if self._needs_protection:
             self._limit_unprotected()
@@ -288,21 +301,32 @@ class Saving:
     def _stop_at(self, n: int, fired: Iterable[object], metrics: Mapping[str, float] | None, leaving: bool) -> None:
         """Some rank was told to stop: save step `n` now, in memory at once, in storage within the grace time."""
         self.preempted = True
-        self.wait_for_outcome()
-        if self._needs_protection:
-            self._protect()
-            self.wait_for_outcome()
-        if self._needs_protection:  # the base, which is all there is to lose, is still where it was restored from
-            return
-        if self._durable is not None:
-            self._durable.drain(self._watch.grace_left_s())
-        self._save(n, fired, leaving, persist=self._durable is not None, metrics=metrics)
+        if not self._save_now(n, fired, metrics, leaving, self._watch.grace_left_s()):
+            return  # the base, which is all there is to lose, is still where it was restored from
         self._capture.settle()
         self.wait_for_outcome()
         if self._durable is not None and not self._durable.drain(self._watch.grace_left_s()):
             warnings.warn(
                 f"step {n} is in memory, but not in storage within the grace time", RuntimeWarning, stacklevel=5
             )
+
+    def _save_now(
+        self, n: int, fired: Iterable[object], metrics: Mapping[str, float] | None, leaving: bool, storage_s: float
+    ) -> bool:
+        """Begin to save step `n`, in storage too, once what is under way has ended; for that of storage the wait is
+        `storage_s` seconds. False where the base is not protected yet, and cannot be.
+        """
+        self.wait_for_outcome()
+        if self._needs_protection:
+            self._protect()
+            self.wait_for_outcome()
+        if self._needs_protection:
+            self._tally.add(skipped=1)
+            return False
+        if self._durable is not None:
+            self._durable.drain(storage_s)
+        self._save(n, fired, leaving, persist=self._durable is not None, metrics=metrics)
+        return True
 
     def _limit_unprotected(self) -> None:
         self._steps_unprotected += 1

@@ -11,6 +11,7 @@ import errno
 import random
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -19,13 +20,13 @@ from memckpt.format.seal import Seal
 from memckpt.memory.slotfile import Slot
 from memckpt.policy.preserve import PreserveContext, PreservePolicy, select
 from memckpt.storage import checkpoints, marker
-from memckpt.storage.base import Storage
+from memckpt.storage.base import HOPELESS, Storage
 
 _FIRST_BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.01, 1.0
 _LOOKS = 20  # the time between two looks for the other ranks' shards is this part of the time waited so far
-_FINAL = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
+_SOON = {errno.ENOSPC, errno.EDQUOT, errno.ENOENT}  # may pass at once, or never: training should hear soon
 
 
 class _Cancelled(Exception):
@@ -193,15 +194,23 @@ class Persister:
         end = task.begun + self._manner.deadline_s
         self._unsure = None
         self._rest(self._manner.stagger_s * self._rank / self._world)
-        self._retry(lambda: self._write_own(task), end)
+        self._retry(lambda: self._write_own(task), task.seal.step, end)
         self.written_nbytes += task.seal.nbytes
         if self._rank == 0:
-            self._retry(lambda: self._mark(task, end), end)
+            self._retry(lambda: self._mark(task, end), task.seal.step, end)
             self.persisted_step = task.seal.step
             self._prune(task.seal)
         self.last_s = time.monotonic() - task.begun
 
-    def _retry(self, action: Callable[[], object], end: float) -> None:
+    def _say_trying(self, step: int, error: OSError, end: float) -> None:
+        warnings.warn(
+            f"step {step} is not persisted yet by rank {self._rank} of run {self._run!r}; tried again for up to "
+            f"{end - time.monotonic():.0f} s: {type(error).__name__}: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def _retry(self, action: Callable[[], object], step: int, end: float) -> None:
         """Storage fails for a while now and then: try again, later and later, until the deadline."""
         backoff_s = _FIRST_BACKOFF_S
         while True:
@@ -210,10 +219,12 @@ class Persister:
                 return
             except OSError as error:
                 wait_s = backoff_s * random.uniform(0.5, 1.5)  # so that ranks do not come back all at once
-                if error.errno in _FINAL or time.monotonic() + wait_s > end:
+                if (error.errno in HOPELESS and error.errno not in _SOON) or time.monotonic() + wait_s > end:
                     raise
-                if error.errno in (errno.ENOSPC, errno.EDQUOT) and backoff_s > 4 * _FIRST_BACKOFF_S:
-                    raise  # room may appear, but training should hear soon that there is none
+                if error.errno in _SOON and backoff_s > 4 * _FIRST_BACKOFF_S:
+                    raise
+                if backoff_s == 4 * _FIRST_BACKOFF_S:
+                    self._say_trying(step, error, end)
             self._rest(wait_s, pace=False)
             backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
 

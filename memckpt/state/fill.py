@@ -129,6 +129,9 @@ class _Optimizer:
         self.parameters = source.parameters
         self.live, self.found = source.live, source.found
         groups, state = node["groups"], node["state"]
+        if node["class"] != type(self.optimizer).__name__:  # the state of one kind would only fail the next step
+            plan.breaks(source, source.name, f"state of {node['class']}", f"state of {type(self.optimizer).__name__}")
+            return
         sizes = list(_expand(groups["sizes"]))
         wanted = [len(g["params"]) for g in self.optimizer.param_groups]
         if sizes != wanted:
@@ -230,7 +233,6 @@ def _run(run: list[Any], decoder: Decoder, source: Source) -> tuple[int, tuple[A
 
 
 def _form(tensor: torch.Tensor) -> str:
-
     return describe(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 

@@ -107,7 +107,11 @@ class OptimizerSource(Source):
         tensors: list[torch.Tensor] = []
         wheres: list[Where] = []
         encoder = self.encoder(keys, tensors, wheres)
-        self._node = {"groups": self._groups(encoder), "state": self._plain_of_state(values, encoder)}
+        self._node = {
+            "class": type(self.optimizer).__name__,
+            "groups": self._groups(encoder),
+            "state": self._plain_of_state(values, encoder),
+        }
         if not keys:
             return self._fast
         fast = self._fast

@@ -21,15 +21,13 @@ from memckpt.format.overlap import Seen, look, shared
 from memckpt.format.strided import Copy, memory_of, raw, same_order
 from memckpt.state import fill
 from memckpt.state.filling import Filling, Row
-from memckpt.state.sources import Source
+from memckpt.state.sources import PLAIN_VERSION, Source
 from memckpt.state.tree import unescape
 
 if TYPE_CHECKING:
     from memckpt.format.header import Entry, View
     from memckpt.format.layout import Layout
     from memckpt.state.state import State
-
-PLAIN_VERSION = 1
 
 
 @dataclass(slots=True)

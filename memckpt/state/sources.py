@@ -19,6 +19,9 @@ from memckpt.state.leaves import Classes, Leaf, Place, flatten
 from memckpt.state.tree import Encoder, Where, escape, key_of
 
 #: Tensors that an object makes anew at every save are copied into memory that stays, up to this many bytes in all.
+PLAIN_VERSION = 1
+"""Of the form in which plain values are saved."""
+
 VOLATILE_NBYTES = 64 << 20
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,12 +15,16 @@ from memckpt.errors import StateError, UsageError
 from memckpt.state.leaves import Collected
 from memckpt.state.modules import ModuleSource
 from memckpt.state.optimizers import OptimizerSource, is_stock_optimizer
-from memckpt.state.sources import ContainerSource, ObjectSource, Source, TensorSource, is_shared, same
+from memckpt.state.sources import (
+    PLAIN_VERSION,
+    ContainerSource,
+    ObjectSource,
+    Source,
+    TensorSource,
+    is_shared,
+    same,
+)
 
-if TYPE_CHECKING:
-    pass
-
-PLAIN_VERSION = 1
 CONTAINERS = (dict, list, OrderedDict, Counter, defaultdict, deque, set, bytearray, np.ndarray)
 
 

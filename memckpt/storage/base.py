@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from memckpt.errors import UsageError
+
+HOPELESS = frozenset(
+    {
+        errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP,
+        errno.ENAMETOOLONG,
+    }
+)  # fmt: skip
+"""What trying again does not mend: the place is not there, or is not ours to write."""
 
 Reached = Callable[[str, str], None]
 """Called with (stage, path) as a `Storage.put` goes on: for tests that let the process die there."""
@@ -51,6 +60,12 @@ class Storage(ABC):
 
     url: str
     read_nbytes: int
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Make the root where it lacks, and find out whether files can be written there, as far as that can be told
+        without writing one.
+        """
 
     @abstractmethod
     def put(self, parts: Sequence[Part], reached: Reached = unheard) -> None:

@@ -69,6 +69,8 @@ class Stored:
         Size of all its files.
     crashes : tuple of str
         Ids of the generations in which the program failed by itself right after restoring it.
+    damaged : bool
+        It has a marker, so it was complete once, and it is not any more.
     """
 
     run: str
@@ -80,6 +82,7 @@ class Stored:
     marker: Marker | None
     nbytes: int
     crashes: tuple[str, ...] = ()
+    damaged: bool = False
 
     @property
     def info(self) -> CheckpointInfo:
@@ -330,7 +333,7 @@ def _stored(storage: Storage, directory: str, sizes: dict[str, int]) -> Stored:
         reason = error.message if isinstance(error, MemckptError) else str(error)
     prefix = names.crash_name("")
     crashes = tuple(sorted(name.removeprefix(prefix) for name in sizes if name.startswith(prefix)))
-    return Stored(run, *says, directory, not reason, reason, marker, nbytes, crashes)
+    return Stored(run, *says, directory, not reason, reason, marker, nbytes, crashes, MARKER in sizes and bool(reason))
 
 
 def note_crash(storage: Storage, run: str, base: Base, generation: Generation) -> None:

@@ -32,7 +32,7 @@ def _start_writeback(fd: int, offset: int, nbytes: int) -> None:
 
 
 class PosixStorage(Storage):
-    """A directory, local or on a shared file system; made at the first `put`.
+    """A directory, local or on a shared file system; made by `prepare`, or at the first `put`.
 
     Parameters
     ----------
@@ -50,6 +50,16 @@ class PosixStorage(Storage):
 
     def _full(self, path: str) -> str:
         return os.path.join(self._root, *components(path))
+
+    def prepare(self) -> None:
+        """See `Storage.prepare`. Local."""
+        for above in _make(self._root):
+            _sync_directory(above)
+        with os.scandir(self._root):  # it may be a file
+            pass
+        if not os.access(self._root, os.W_OK | os.X_OK):
+            code = errno.EROFS if os.statvfs(self._root).f_flag & os.ST_RDONLY else errno.EACCES
+            raise OSError(code, os.strerror(code), self._root)
 
     def put(self, parts: Sequence[Part], reached: Reached = unheard) -> None:
         """See `Storage.put`. Local."""

@@ -70,6 +70,14 @@ class RemoteStorage(Storage):
             code = getattr(error, "errno", None) or _ERRNO.get(type(error), errno.EIO)
             raise OSError(code, f"{error}", f"{self.url.rstrip('/')}/{path}") from error
 
+    def prepare(self) -> None:
+        """See `Storage.prepare`; of an object store this asks whether the bucket is there. Local."""
+        with self._naming(""):
+            if not self._objects:
+                self._fs.makedirs(self._root, exist_ok=True)
+            elif (bucket := self._root.split("/")[0]) and not self._fs.exists(bucket):
+                raise FileNotFoundError(errno.ENOENT, f"there is no {bucket}")
+
     def put(self, parts: Sequence[Part], reached: Reached = unheard) -> None:
         """See `Storage.put`; object stores show each file as soon as it is complete. Local."""
         directory = directory_of(parts)
