@@ -8,13 +8,14 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
 from memckpt import assembly, banner, ending
 from memckpt.errors import Closed, PeerLost, UsageError
-from memckpt.options import Options, Persist, checked_metrics, checked_step, parse_persist
+from memckpt.hooks import StepHooks
+from memckpt.options import Options, Persist, checked_metrics, checked_names, checked_step, parse_persist
 from memckpt.policy.save import SavePolicy, parse
 from memckpt.preemption import Watch
 from memckpt.recovery import recover
@@ -129,9 +130,8 @@ class Checkpointer:
         self._step_ended: float | None = None
         self._commits = 0
         self._fenced_s, self._was_fenced = 0.0, False
-        self._fired: dict[int, object] = {}
         self._pid, self._thread = os.getpid(), 0
-        self._hooks = [opt.register_step_pre_hook(self._make_hook()) for opt in parts.state.optimizers]
+        self._hooks = StepHooks(parts.state.optimizers, self.fence)
         self._watch.start()
         self._closed = False
         self._at_exit = ending.abandon_at_exit(weakref.ref(self))
@@ -140,8 +140,11 @@ class Checkpointer:
 
     # -- restore -------------------------------------------------------------------------------------------------------
 
-    def restore(self, step: int | None = None, require: bool = False) -> RestoreReport:
+    def restore(self, step: int | None = None, require: bool = False, leave: Collection[str] = ()) -> RestoreReport:
         """Bring the newest step that every rank can have back into the live state. Collective.
+
+        Another number of ranks than saved it gets the chunks of global tensors (DTensors) cut anew; everything else
+        then has to be the same on all ranks that saved it, but for the random number generators.
 
         Parameters
         ----------
@@ -149,6 +152,8 @@ class Checkpointer:
             Exactly this one; steps newer than it become a history that was left.
         require : bool
             Raise where nothing is there, in place of starting at step 0.
+        leave : collection of str
+            Names of objects in `states` that stay as they are.
 
         Returns
         -------
@@ -160,7 +165,7 @@ class Checkpointer:
         NothingToRestore
             `step` is not there (the message lists what is), or nothing is and it was required or this is a restart.
         LayoutMismatch
-            The snapshot does not fit the live state; nothing was changed.
+            The snapshot does not fit the live state, or cannot be given to this number of ranks; nothing was changed.
         StateDamaged
             The live state was overwritten in part and no good copy is left.
         BudgetError
@@ -180,6 +185,7 @@ class Checkpointer:
                     wanted_step=step,
                     require=require or assembly.must_find(parts),
                     start_over=self._options.fresh is True and step is None and self._report is None,
+                    leave=checked_names(leave, parts.state.objects),
                 )
             )
 
@@ -201,7 +207,8 @@ class Checkpointer:
             nbytes=recovery.nbytes,
             seconds=dict(recovery.seconds),
             rejected=tuple(recovery.rejected),
-            protected=base is not None and not recovery.rebuild,
+            protected=base is not None and not recovery.rebuild and recovery.saved_by == parts.session.world,
+            saved_by=recovery.saved_by,
         )
         banner.tell(parts, self._shard_nbytes(), recovery, self._report, quiet=self._quiet)
         return self._report
@@ -269,9 +276,9 @@ class Checkpointer:
             saving.raise_failure()
             if n != self._last_step + 1:
                 saving.refuse(n, self._last_step)
-            fired = self._fired.values() if self._stepped else ()
-            self._last_step, self._stepped, self._fired = n, True, {}
-            saving.at(n, fired, metrics, wanted=bool(save))
+            fired = self._hooks.take()
+            stepped, self._last_step, self._stepped = self._stepped, n, True
+            saving.at(n, fired if stepped else (), metrics, wanted=bool(save))
             self._watch.look_again()
         ended = time.monotonic()
         blocked_s = ended - started
@@ -444,9 +451,7 @@ class Checkpointer:
         if self._pid != os.getpid():
             return  # a forked child: thread, lock and communicators are its parent's
         atexit.unregister(self._at_exit)
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._hooks.remove()
         self._watch.stop()
         if self._saving is not None:
             self._saving.stop(ending.DRAIN_AFTER_ERROR_S)
@@ -470,17 +475,6 @@ class Checkpointer:
             self.abandon()
 
     # -- inside --------------------------------------------------------------------------------------------------------
-
-    def _make_hook(self) -> Callable[..., None]:
-        me = weakref.ref(self)
-
-        def before_optimizer_step(optimizer: object, args: object, kwargs: object) -> None:
-            checkpointer = me()
-            if checkpointer is not None and checkpointer._pid == os.getpid():
-                checkpointer.fence()
-                checkpointer._fired[id(optimizer)] = optimizer
-
-        return before_optimizer_step
 
     def _shard_nbytes(self) -> int:
         """Bytes of this rank's snapshot, with optimizer state that is still to come."""

@@ -6,7 +6,7 @@ import math
 import numbers
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -174,6 +174,13 @@ def checked_step(step: object, *, least: int = 1) -> int:
         whole = -1
     check_whole("a step", whole if whole >= 0 else step, least=least)
     return whole
+
+
+def checked_names(names: object, known: Collection[str]) -> frozenset[str]:
+    """Names of objects of a state; raises UsageError for what is none."""
+    if isinstance(names, str) or not isinstance(names, Collection) or not set(names) <= set(known):
+        raise UsageError(f"leave takes names of objects in states ({', '.join(known)}), not {names!r}")
+    return frozenset(names)
 
 
 def checked_metrics(metrics: object) -> dict[str, float] | None:

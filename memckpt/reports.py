@@ -25,6 +25,8 @@ class RestoreReport:
         Candidates that were not taken, and why.
     protected : bool
         Whether every replica was there already; otherwise `Stats.protected` says when they are.
+    saved_by : int
+        Number of ranks that saved the step.
     """
 
     step: int
@@ -34,6 +36,7 @@ class RestoreReport:
     seconds: dict[str, float]
     rejected: tuple[str, ...] = ()
     protected: bool = False
+    saved_by: int = 0
 
     @property
     def source(self) -> str:

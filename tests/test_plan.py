@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memckpt.errors import LayoutMismatch, NothingToRestore
+from memckpt.errors import NothingToRestore
 from memckpt.format.seal import Base, Generation
 from memckpt.recovery.inventory import Item, Listing, Place, Sealed, decode, encode
 from memckpt.recovery.plan import Plan, make
@@ -333,11 +333,22 @@ def test_serving_is_shared_among_the_ranks_of_a_node() -> None:
     assert sorted(r.server for r in plan.ranks[2:]) == [0, 1]
 
 
-def test_another_world_size_is_named() -> None:
-    cluster = Cluster(2)
+def test_another_number_of_ranks_shares_the_reading_of_the_shards_and_keeps_all_of_them() -> None:
+    cluster = Cluster(4)
     cluster.ring(30, gen(1))
-    with pytest.raises(LayoutMismatch, match="saved by 2 ranks, this run has 3"):
-        cluster.plan(["n0", "n1", "n2"])
+    for nodes in (["n0", "n2"], ["n0", "n1", "n2"], ["n0", "n1", "n2", "n3", "n4"]):
+        plan = cluster.plan(nodes)
+        assert plan.base is not None and (plan.base.step, plan.world) == (30, 4)
+        assert [c.shard for c in plan.carriers] == [0, 1, 2, 3]
+        assert all(c.node == nodes[c.rank] for c in plan.carriers)
+        assert {c.rank for c in plan.carriers} == set(range(min(len(nodes), 4)))
+        assert not plan.rebuild
+        kept = sorted((nodes[r], p.slot) for r, part in enumerate(plan.ranks) for p in part.pinned)
+        there = sorted((x.node, i.slot) for x in cluster.listings() for i in x.items if x.node in nodes)
+        assert kept == there
+    rest = Cluster(2)
+    rest.ring(30, gen(1))
+    assert [r.source for r in rest.plan(["n0", "n1", "n2"]).ranks] == ["peer"] * 3
     rest = Cluster(4)
     rest.add("n0", 0, 30, gen(1))
     assert rest.plan(["n0", "n1"]).base is None

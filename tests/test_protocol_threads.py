@@ -21,7 +21,10 @@ from tests.protocol.oracle import Oracle
 from tests.ranks import fake_nodes
 
 # A damaged replica that is about to be counted on is found, told and sent again.
-pytestmark = pytest.mark.filterwarnings("ignore:.*is not protected yet:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is not protected yet:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:damaged snapshots of run:RuntimeWarning"),
+]
 
 SAVE_POINTS = [
     "capture.slot", "capture.begun", "capture.copied", "capture.fenced",

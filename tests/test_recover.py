@@ -309,10 +309,16 @@ def test_a_mismatch_on_one_rank_stops_all_and_changes_nothing(cluster: Cluster) 
     assert ([r.bytes() for r in states], cluster.sealed()) == before
 
 
-def test_another_number_of_ranks(cluster: Cluster) -> None:
+@pytest.mark.parametrize("nodes", [["n0"], ["n0", "n1", "n2"]])
+def test_state_of_each_rank_is_not_given_to_another_number_of_ranks(cluster: Cluster, nodes: list[str]) -> None:
     cluster.save(30)
-    results, _ = cluster.restore(["n0", "n1", "n2"])
-    assert all(isinstance(r, LayoutMismatch) and "saved by 2 ranks, this run has 3" in str(r) for r in results)
+    before = cluster.sealed()
+    results, states = cluster.restore(nodes)
+    for result in results:
+        assert isinstance(result, LayoutMismatch) and "a snapshot of 2 ranks cannot be given to" in str(result)
+        assert [row[0] for row in result.rows] == ["model/b", "model/count", "model/w"]
+    assert all(state.bytes() == cluster.rank().bytes() for state in states)
+    assert cluster.sealed() == before
 
 
 def test_no_room_is_told_on_every_rank(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

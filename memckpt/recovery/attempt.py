@@ -68,6 +68,8 @@ class Attempt:
         With a base.
     seconds : dict of str to float
         Where the time of each phase is added.
+    leave : frozenset of str
+        Names of objects that are not restored.
 
     Attributes
     ----------
@@ -81,12 +83,20 @@ class Attempt:
         The slot that this rank's snapshot was loaded from, still open; the caller closes it.
     """
 
-    def __init__(self, session: Session, state: State, plan: Plan, seconds: dict[str, float]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        state: State,
+        plan: Plan,
+        seconds: dict[str, float],
+        leave: frozenset[str] = frozenset(),
+    ) -> None:
         assert plan.base is not None
         self._session, self._state, self._plan, self._seconds = session, state, plan, seconds
         self._base: Base = plan.base
         self._comm, self._rank, self._deadline_s = session.comm, session.rank, session.deadline_s
         self._mine = plan.ranks[session.rank]
+        self._leave = leave
         self._offer = Offer()
         self._serving: dict[int, Offer] = {}
         self._stored: Stored | None = None
@@ -193,7 +203,7 @@ class Attempt:
         except (CorruptSnapshot, ProtocolError) as error:
             return self._bad(error.message)
         try:
-            self._targets = prepare(self._state, self._layout)
+            self._targets = prepare(self._state, self._layout, leave=self._leave)
         except CorruptSnapshot as error:
             return self._bad(error.message)
         except MemckptError as error:

@@ -8,7 +8,7 @@ from operator import attrgetter
 import msgspec
 
 from memckpt.format.seal import Base
-from memckpt.recovery.inventory import Item, Place
+from memckpt.recovery.inventory import STORAGE, Item, Place
 from memckpt.recovery.lineage import Known, age, order
 from memckpt.recovery.placement import Holders
 
@@ -64,6 +64,18 @@ class Rebuild(msgspec.Struct, frozen=True):
     nbytes: int
 
 
+class Carrier(msgspec.Struct, frozen=True):
+    """The rank that reads one shard of a base of another number of ranks, for all: from a slot of its node, or a place
+    in storage (`node` is `memckpt.recovery.inventory.STORAGE` then).
+    """
+
+    shard: int
+    rank: int
+    node: str
+    slot: str
+    nbytes: int
+
+
 class Division:
     """Divides the slots of every node among its ranks: each slot has exactly one rank that keeps or may write it."""
 
@@ -104,8 +116,21 @@ class Division:
             held.append({paths[node] for node in nodes})
         return held
 
-    def divide(self, holders: Holders) -> tuple[tuple[RankPlan, ...], tuple[Rebuild, ...]]:
+    def divide(self, holders: Holders, *, whole: bool = True) -> tuple[tuple[RankPlan, ...], tuple[Rebuild, ...]]:
+        """The part of each rank, and the replicas of the base that are missing.
+
+        Parameters
+        ----------
+        whole : bool
+            Each rank loads a shard of its own; else the base is one of another number of ranks, which only has to be
+            kept.
+        """
         have = self._pin(holders)
+        if not whole:
+            self._share_rest(holders)
+            kept = zip(self.free, self.pinned, strict=True)
+            source = "storage" if any(c.node == STORAGE for c in self.carriers()) else "peer"
+            return tuple(RankPlan(source, r, "", 0, None, tuple(f), tuple(p)) for r, (f, p) in enumerate(kept)), ()
         serve = self._sources()
         targets = [
             self._take(p.node, r, self.sizes[r]) if serve[r][0] in ("peer", "storage") else None
@@ -124,6 +149,18 @@ class Division:
             free, pinned = tuple(self.free[r]), tuple(self.pinned[r])
             ranks.append(RankPlan(source, server, slot, nbytes, targets[r], free, pinned))
         return tuple(ranks), tuple(rebuild)
+
+    def carriers(self) -> tuple[Carrier, ...]:
+        """A rank for each shard of the base that reads it for all: from memory where it can, evenly by bytes."""
+        load = [0] * len(self.places)
+        chosen = []
+        for shard, there in sorted(self.copies.items()):
+            near = [(r, node, item) for node, item in there for r in self.ranks.get(node, ())]
+            far = [(r, node, item) for node, item in there for r in range(len(load)) if node not in self.ranks]
+            rank, node, item = min(near or far, key=lambda c: (load[c[0]], c[0], c[2].slot))
+            load[rank] += item.nbytes
+            chosen.append(Carrier(shard, rank, node, item.slot, item.nbytes))
+        return tuple(chosen)
 
     def _pin(self, holders: Holders) -> set[tuple[int, int]]:
         """Give every pinned slot to a rank of its node; the result says which rank holds a replica of which shard."""

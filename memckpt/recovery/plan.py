@@ -12,14 +12,14 @@ from operator import attrgetter
 
 import msgspec
 
-from memckpt.errors import LayoutMismatch, NothingToRestore
+from memckpt.errors import NothingToRestore
 from memckpt.format.seal import Base, Generation
-from memckpt.recovery.division import Division, Pinned, RankPlan, Rebuild
+from memckpt.recovery.division import Carrier, Division, Pinned, RankPlan, Rebuild
 from memckpt.recovery.inventory import Listing, Place
 from memckpt.recovery.lineage import Known, Where, name
 from memckpt.recovery.placement import Holders, place
 
-__all__ = ["Pinned", "Plan", "RankPlan", "Rebuild", "make"]
+__all__ = ["Carrier", "Pinned", "Plan", "RankPlan", "Rebuild", "make"]
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -45,6 +45,10 @@ class Plan(msgspec.Struct, frozen=True):
         Some complete step was stepped over since the program only failed after it was restored.
     damaged : bool
         Something that was whole once is not any more.
+    world : int
+        Number of ranks that saved the base.
+    carriers : tuple of Carrier
+        By shard, where that is another number than there are now; then no rank has a snapshot of its own to load.
     """
 
     generation: Generation
@@ -57,6 +61,8 @@ class Plan(msgspec.Struct, frozen=True):
     existed: bool
     crashing: bool = False
     damaged: bool = False
+    world: int = 0
+    carriers: tuple[Carrier, ...] = ()
 
 
 def make(
@@ -95,28 +101,21 @@ def make(
     ------
     NothingToRestore
         `wanted_step` cannot be had; the message lists what can.
-    LayoutMismatch
-        The snapshots to take are those of another number of ranks.
     """
     nodes = {p.node for p in places}
     reached = sorted((x for x in listings if x.node in nodes), key=attrgetter("node"))
     known = Known(reached if stored is None else [*reached, stored], excluded or {})
     base = None if start_over else _choose(known, wanted_step)
-    if base is not None and (saved := known.world(base)) != len(places):
-        raise LayoutMismatch(
-            f"{name(base)} was saved by {saved} ranks, this run has {len(places)}; "
-            "restoring onto another number of ranks is not possible yet",
-            [("(number of ranks)", str(saved), str(len(places)))],
-            step=base.step,
-        )
+    world = len(places) if base is None else known.world(base)
+    resharded = world != len(places)
     fallback = None
     if base is not None:
         older = [c for c in known.history(base) if c != base]
         newest = [c for c in known.history(None) if c != base]
         fallback = next(iter(older + newest), None)
     division = Division(known, places, base, fallback)
-    holders = place([p.path for p in places], copies, division.held())
-    ranks, rebuild = division.divide(holders)
+    holders = place([p.path for p in places], copies, None if resharded else division.held())
+    ranks, rebuild = division.divide(holders, whole=not resharded)
     counters = [s.generation.counter for s in known.seals] + [s.base.generation.counter for s in known.seals if s.base]
     counters += [listing.newest for listing in known.listings]
     return Plan(
@@ -130,6 +129,8 @@ def make(
         existed=bool(known.seals),
         crashing=any(c in known.crashing for c in known.complete),
         damaged=known.damaged,
+        world=world,
+        carriers=division.carriers() if resharded else (),
     )
 
 

@@ -25,6 +25,7 @@ from memckpt.recovery.inventory import Listing, list_node
 from memckpt.recovery.lineage import Where, name
 from memckpt.recovery.placement import Holders
 from memckpt.recovery.plan import Pinned, Plan, Rebuild
+from memckpt.recovery.reshard import Reshard
 from memckpt.recovery.session import Session
 from memckpt.recovery.stored import list_storage
 from memckpt.recovery.verdict import Problem, describe, restore_error
@@ -64,6 +65,9 @@ class Recovery:
         Those of them that turned out to be damaged while they were loaded.
     existed : bool
         Whether there was any snapshot of this run.
+    saved_by : int
+        Number of ranks that saved the base. Where it is another one than there are, `own` is None and no replica is
+        rebuilt: what those ranks saved is kept as it is, until a step of this generation is committed.
     """
 
     base: Base | None
@@ -80,6 +84,7 @@ class Recovery:
     rejected: tuple[str, ...]
     damaged: tuple[str, ...]
     existed: bool
+    saved_by: int
 
 
 def recover(
@@ -90,6 +95,7 @@ def recover(
     require: bool = False,
     start_over: bool = False,
     refuse_existing: bool = False,
+    leave: frozenset[str] = frozenset(),
 ) -> Recovery:
     """Restore the newest step that every rank can have. Collective over ``session.comm``.
 
@@ -107,6 +113,8 @@ def recover(
         Take nothing; what there is becomes a history that was left.
     refuse_existing : bool
         Raise when there is any snapshot of this run.
+    leave : frozenset of str
+        Names of objects that stay as they are.
 
     Raises
     ------
@@ -123,7 +131,9 @@ def recover(
     PeerLost, DeadlineExceeded
         The live state may be overwritten in part; a recovery starts again from the beginning.
     """
-    return _Restore(session, state, _Request(wanted_step, require, start_over, refuse_existing)).run()
+    return _Restore(
+        session, state, _Request(wanted_step, require, start_over, refuse_existing, tuple(sorted(leave)))
+    ).run()
 
 
 class _Request(msgspec.Struct, frozen=True):
@@ -133,6 +143,7 @@ class _Request(msgspec.Struct, frozen=True):
     require: bool
     start_over: bool
     refuse_existing: bool
+    leave: tuple[str, ...] = ()
 
 
 class _Report(msgspec.Struct, frozen=True):
@@ -164,11 +175,13 @@ class _Restore:
     def run(self) -> Recovery:
         started = time.monotonic()
         while True:
-            plan, attempt = self._make_plan(), None
+            plan = self._make_plan()
+            attempt: Attempt | Reshard | None = None
             if plan.base is None:
                 self._accept_nothing(plan)
                 break
-            attempt = Attempt(self._session, self._state, plan, self._seconds)
+            kind = Reshard if plan.carriers else Attempt
+            attempt = kind(self._session, self._state, plan, self._seconds, frozenset(self._request.leave))
             bad = attempt.run()
             self._touched |= attempt.touched
             if not bad:
@@ -296,7 +309,7 @@ class _Restore:
                 run=self._session.run,
             )
 
-    def _result(self, plan: Plan, attempt: Attempt | None) -> Recovery:
+    def _result(self, plan: Plan, attempt: Attempt | Reshard | None) -> Recovery:
         mine = plan.ranks[self._rank]
         own = attempt.slot if attempt is not None else None
         free, pinned = mine.free, mine.pinned
@@ -315,11 +328,12 @@ class _Restore:
             holders=plan.holders,
             rebuild=plan.rebuild,
             sources=tuple(rank.source for rank in plan.ranks),
-            nbytes=sum(rank.nbytes for rank in plan.ranks),
+            nbytes=sum(part.nbytes for part in plan.carriers or plan.ranks),
             seconds=dict(self._seconds),
             rejected=plan.rejected,
             damaged=tuple(self._excluded[where] for where in sorted(self._excluded)),
             existed=plan.existed,
+            saved_by=plan.world,
         )
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from memckpt import _native
 from memckpt.errors import CorruptSnapshot, DeadlineExceeded, ForeignMemory, MemckptError, ProtocolError
-from memckpt.format.seal import Base
+from memckpt.format.seal import Base, Seal
 from memckpt.memory.slotfile import MAX_HEADER_NBYTES, Slot
 from memckpt.recovery.fetch import Offer, Steps, check_head, chunks_of
 from memckpt.recovery.inventory import CHUNK_NBYTES, STORAGE, Item, Listing, Sealed
@@ -88,6 +88,30 @@ def open_stored(storage: Storage, place: str) -> tuple[Offer, Stored | None]:
     except (OSError, CorruptSnapshot, ForeignMemory, ProtocolError) as error:
         return Offer(reason=error.message if isinstance(error, MemckptError) else str(error)), None
     return Offer(seal, head), stored
+
+
+def load_stored(storage: Storage, place: str, deadline_s: float) -> tuple[Seal, memoryview]:
+    """Read one shard into memory of its own, every chunk verified. Local.
+
+    Raises
+    ------
+    OSError, CorruptSnapshot, ProtocolError
+        It cannot be read, or is not what its seal says.
+    DeadlineExceeded
+        It takes longer than `deadline_s` seconds.
+    """
+    offer, stored = open_stored(storage, place)
+    if offer.seal is None or stored is None:
+        raise CorruptSnapshot(offer.reason)
+    memory = memoryview(bytearray(offer.seal.nbytes))
+    with ThreadPoolExecutor(1, thread_name_prefix="memckpt-fetch") as worker:
+        job = worker.submit(reading.read_shard, storage, stored, offer.seal.shard, memory)
+        try:
+            return job.result(deadline_s), memory
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{stored.path} could not be read within {deadline_s:g} s", step=stored.step
+            ) from None
 
 
 def read_stored(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 
 from memckpt import errors
-from memckpt.comm import allgather, allreduce_min
+from memckpt.comm import allgather, allreduce_min, barrier
 from memckpt.comm.base import Communicator
-from memckpt.errors import BudgetError, LayoutMismatch, MemckptError, ProtocolError, RunInUse
+from memckpt.errors import BudgetError, LayoutMismatch, MemckptError, PeerLost, ProtocolError, RunInUse
 
 _MAX_ROWS = 10_000
 _MAX_TEXT = 4_000
+_KNOWN_S = 10.0
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -81,6 +84,9 @@ def agree(comm: Communicator, mine: Verdict, deadline_s: float, what: str) -> li
     if allreduce_min(comm, [int(fine)], deadline_s, what=what)[0]:
         return []
     said = allgather(comm, msgspec.msgpack.encode(mine), deadline_s, what=what)
+    # Who raises may abandon the communicators at once: not before every rank knows why.
+    with contextlib.suppress(PeerLost):
+        barrier(comm, min(deadline_s, _KNOWN_S), what=what)
     try:
         return [msgspec.msgpack.decode(payload, type=Verdict) for payload in said]
     except msgspec.MsgspecError as error:

@@ -99,7 +99,7 @@ class Saving:
         )
         self._meter = Meter()
         self._durable = open_durable(parts, self.pool, decisions.count)
-        self._needs_protection = recovery.base is not None
+        self._needs_protection = recovery.base is not None and recovery.saved_by == session.world
         self._steps_unprotected = 0
         self._last_started: float | None = None
         self._interval_s: float | None = None

@@ -71,7 +71,7 @@ class Targets:
                 ) from error
 
 
-def prepare(state: State, stored: Layout, *, strict: bool = True) -> Targets:
+def prepare(state: State, stored: Layout, *, strict: bool = True, leave: frozenset[str] = frozenset()) -> Targets:
     """Where every byte of a snapshot goes in a live state. Changes nothing that is live. Local.
 
     Parameters
@@ -82,6 +82,8 @@ def prepare(state: State, stored: Layout, *, strict: bool = True) -> Targets:
         From `Layout.parse`.
     strict : bool
         Raise when keys, shapes or dtypes differ; else `Targets.rows` lists what is left out.
+    leave : frozenset of str
+        Names of objects that stay as they are, whatever the snapshot says of them.
 
     Raises
     ------
@@ -91,13 +93,15 @@ def prepare(state: State, stored: Layout, *, strict: bool = True) -> Targets:
         Plain values that are damaged, pickled without ``allow_pickle``, or cannot be made here.
     """
     state.collect()
-    objects = _objects(stored.plain)
+    objects = objects_of(stored.plain)
     plan = Filling(stored, state.allow_pickle)
     keys: dict[str, list[str]] = {}
     for key in stored.names:
         keys.setdefault(key.partition("/")[0], []).append(key)
     for source in sorted(state.sources, key=fill.is_rng):
         said = objects.pop(source.name, None)
+        if source.name in leave:
+            continue
         if said is None:
             plan.breaks(source, source.name, "-", source.kind)
         elif said.kind != source.kind:
@@ -106,6 +110,8 @@ def prepare(state: State, stored: Layout, *, strict: bool = True) -> Targets:
             _compare_classes(plan, source)
             fill.plan(plan, source, said.data, keys.get(source.key, []))
     for name, said in objects.items():
+        if name in leave:
+            continue
         plan.row(name, said.kind, "-")
     pieces, copies = _match(plan)
     if plan.rows and strict:
@@ -133,7 +139,8 @@ class _Root(msgspec.Struct, forbid_unknown_fields=True):
     objects: dict[str, _Object]
 
 
-def _objects(plain: bytes) -> dict[str, _Object]:
+def objects_of(plain: bytes) -> dict[str, _Object]:
+    """Plain values of a snapshot by the name of their object. Local; raises CorruptSnapshot."""
     try:
         root = msgspec.json.decode(plain, type=_Root)
     except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as error:
@@ -222,4 +229,4 @@ def _single(s: Seen, entry: Entry, view: View, pieces: list[Piece], copies: list
     copies.append(Copy(raw(s.memory.address, sizes, s.stride, itemsize), source, (staging, s.tensor)))
 
 
-__all__ = ["Filling", "Targets", "prepare"]
+__all__ = ["Filling", "Targets", "objects_of", "prepare"]
