@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import Any
 
@@ -41,6 +42,10 @@ def remove(arena: Arena) -> int:
     """
     held = arena.lock()  # from here on, a job of this name that starts waits for us
     try:
+        # One that was there before may be starting, and about to restore what lies here.
+        for pid in arena.live_pids():
+            if pid != os.getpid():
+                raise RunInUse(f"pid {pid} holds this run's memory", pid=pid, run=arena.run.name, path=str(arena.path))
         nbytes = arena.slots_nbytes()
         arena.remove_all()
         return nbytes
