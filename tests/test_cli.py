@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -113,7 +114,7 @@ def test_ls_shows_what_is_held_and_by_whom(arena: Arena, capsys: pytest.CaptureF
     code, out = run(capsys, "ls")
     assert code == 0
     assert "7, 6" in out
-    assert "0-1 of 2" in out
+    assert "all 2; 1 of 2: 1 " in out, "of step 6 not all shards are there"
     assert f"{os.getpid()}" in out
     assert "left behind" in out
     assert [r["name"] for r in run_json(capsys, "ls", "--node", "node1")[1]["runs"]] == ["other"]
@@ -151,8 +152,11 @@ def test_inspect_shows_seals_and_tensors(arena: Arena, capsys: pytest.CaptureFix
     assert (weight["dtype"], weight["shape"], weight["nbytes"]) == ("bfloat16", [3, 5], 30)
     code, out = run(capsys, "inspect", "gpt", "--slot", slot)
     assert code == 0
-    for text in (slot, "bfloat16", "[3, 5]", "[odd]", "0 of 2", "3 (01234567)"):
+    for text in (slot, "bfloat16", "[3, 5]", "[odd]", "3 (01234567)"):
         assert text in out
+    header, row = out.splitlines()[:2]
+    fields = dict(zip(header.split(), row.split(), strict=False))
+    assert (fields["SHARD"], fields["WORLD"]) == ("0", "2"), "not '0 of 2', which reads as none"
 
 
 # --- verify -----------------------------------------------------------------------------------------------------------
@@ -320,6 +324,56 @@ def test_numbers_in_short() -> None:
     assert [common.numbers(x) for x in ([], [3], [0, 1, 2, 5], [7, 6, 1])] == ["", "3", "0-2, 5", "1, 6-7"]
 
 
+def test_which_shards_are_there_cannot_be_read_as_how_many() -> None:
+    said = [common.shards(there, of) for there, of in (([0], 1), ([0, 1], 2), ([0], 2), ([2, 1, 7], 8), ([], 3))]
+    assert said == ["all 1", "all 2", "1 of 2: 0", "3 of 8: 1-2, 7", "none of 3"]
+    assert [common.shards(there, None) for there in ([0], [])] == ["1 of ?: 0", "none of ?"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (["inspect", "x"], 2, "no run 'x'"),
+        (["verify", "x"], 2, "no run 'x'"),
+        (["rm", "x"], 2, "no run 'x'"),
+        (["ls", "x"], 2, "no run 'x'"),
+        (["ls", "/none/at/all"], 2, "there is no directory"),
+        (["prune", "/none/at/all", "--keep", "1"], 2, "there is no directory"),
+        (["ls", "--node"], 2, "expected one argument"),
+        (["doctor", "--bogus"], 2, "unrecognized arguments: --bogus"),
+    ],
+)
+def test_with_json_an_error_is_one_object_too(
+    base: Path, capsys: pytest.CaptureFixture[str], argv: list[str], code: int, says: str
+) -> None:
+    try:
+        got = main([argv[0], "--json", *argv[1:]])
+    except SystemExit as stop:
+        got = stop.code
+    out, err = capsys.readouterr()
+    said = json.loads(out)
+    assert (got, [*said], err) == (code, ["error"], "")
+    assert says in said["error"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(OSError(5, "Input/output error", "/disk"), 2), (KeyboardInterrupt(), 130)]
+)
+def test_with_json_what_breaks_off_is_one_object_too(
+    base: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    code: int,
+) -> None:
+    def broken(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(common, "places", broken)
+    got, said = run_json(capsys, "ls")
+    assert (got, [*said]) == (code, ["error"])
+
+
 def test_module_runs_and_does_not_load_mpi(base: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "memckpt", "ls"], capture_output=True, text=True, check=True)
     assert done.stdout == f"no runs in {base}\n"
@@ -359,7 +413,42 @@ def test_doctor_tells_of_memory_left_behind(arena: Arena, base: Path) -> None:
 
     for held in locks.own_locks(str(arena.path / "procs")):
         held.release()
-    assert "1.00 MiB of 1 runs" in left_over(str(base)).found
+    found = left_over(str(base))
+    assert "1.00 MiB of 1 runs" in found.found
+    assert (found.status, found.advice) == ("ok", "")
+
+
+def test_doctor_suggests_to_remove_segments_only_where_they_matter(
+    base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (base / "vader_segment.old").write_bytes(bytes(4096))
+    few = checks.forsaken_segments(str(base))
+    assert (few.status, few.advice) == ("ok", "")
+    assert few.found.startswith("1 files, 4.00 KiB")
+    with (base / "vader_segment.large").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, (256 << 20) + 1)
+    many = checks.forsaken_segments(str(base))
+    (base / "vader_segment.large").unlink()
+    assert (many.status, many.advice.split(" while")[0]) == ("warn", f"rm {base}/vader_segment.*")
+    said = run_json(capsys, "doctor", "--no-mpi")[1]
+    assert [c for c in said["checks"] if c["status"] == "ok" and c["advice"]] == []
+
+
+@pytest.mark.parametrize("columns", [None, 80])
+def test_doctor_keeps_to_the_width(
+    base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int | None
+) -> None:
+    found = checks.Check("memory for slots (/a/long/way/down)", "warn", "much is said of it, " * 20, "do this, " * 30)
+    monkeypatch.setattr("memckpt.cli.doctor.examine", lambda *_, **__: [found])
+    if columns is not None:  # as on a terminal of that width
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("COLUMNS", str(columns))
+    code, out = run(capsys, "doctor")
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", out).splitlines()
+    assert code == 0
+    assert 60 < max(map(len, lines)) <= (columns or 120)
+    assert sum(line.count("said") for line in lines) == 20, "nothing is cut off"
 
 
 @needs_mpi

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ def test_ls_tells_complete_incomplete_and_strays_apart(root: Path, capsys: pytes
     rows = {Path(r["path"]).name: r for r in said["checkpoints"]}
     gone, six, five, seven = (rows[at(root, *key).name] for key in [(4,), (6,), (5, SECOND), (7, SECOND)])
     assert (gone["state"], gone["reason"]) == ("incomplete", "rank-00001.safetensors is missing")
+    assert (gone["world"], gone["shards"], gone["checked"]) == (2, [0], None), "what the marker lists need not be there"
     assert (six["state"], six["reason"], six["newest"]) == ("complete", None, False)
     assert (six["step"], six["generation"], six["generation_id"]) == (6, 1, "a" * 16)
     assert (six["world"], six["shards"], six["created"]) == (2, [0, 1], 1006.0)
@@ -102,7 +104,16 @@ def test_ls_tells_complete_incomplete_and_strays_apart(root: Path, capsys: pytes
     assert (said["complete"], said["incomplete"], said["stray"]) == (2, 2, 2)
     code, out = run(capsys, "ls", root)
     assert code == 0
-    for text in ("complete, newest", "0-1 of 2", "2 (bbbbbbbb)", "no marker", "notes.txt", "left alone"):
+    for text in (
+        "complete, newest",
+        "all 2",
+        "1 of 2: 0",
+        "2 of ?: 0-1",
+        "2 (bbbbbbbb)",
+        "no marker",
+        "notes.txt",
+        "left alone",
+    ):
         assert text in out
     assert content(root) == before
 
@@ -341,6 +352,60 @@ def test_rm_refuses_to_take_the_last_complete_one_unless_sure(root: Path, capsys
         assert content(root) == before
     assert run_json(capsys, "rm", root / "gpt", "--step", 5, "--yes")[0] == 0
     assert steps(root) == []
+
+
+def test_rm_of_a_whole_run_says_of_each_why_it_stays(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_later = at(root, 7, SECOND).rename(at(root, 3))  # of the first generation: no job writes it any more
+    before = content(root)
+    code, said = run_json(capsys, "rm", root / "gpt")
+    reasons = {r["path"].rpartition("/")[2]: r["reason"] for r in said["refused"]}
+    assert (code, said["removed"], content(root)) == (1, [], before)
+    assert reasons[at(root, 5, SECOND).name] == "the last complete checkpoint of the run; --yes removes it"
+    older = "older than the last complete checkpoint, and named together with the last complete one; --yes removes it"
+    assert reasons[at(root, 4).name] == reasons[at(root, 6).name] == older
+    assert reasons[write_later.name] == "incomplete, and named together with the last complete one; --yes removes it"
+    assert reasons["old"] == "stray: not a checkpoint's name; left alone"
+    write(storage.open(root), 8, SECOND)
+    [eight] = [r for r in run_json(capsys, "rm", root / "gpt")[1]["refused"] if r["step"] == 8]
+    assert "may be being written; --yes" in eight["reason"]
+
+
+@pytest.mark.parametrize("what", ["run", "step"])
+def test_rm_leaves_no_empty_directory_of_a_run(
+    root: Path, disk: Storage, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(root / "gpt")
+    save(disk, 4)
+    argv = ["--run", "gpt"] if what == "run" else ["--run", "gpt", "--step", 4]
+    assert run_json(capsys, "rm", root, *argv, "--yes") == (
+        0, {"storage": str(root), "removed": [
+            {"run": "gpt", "step": 4, "path": f"gpt/{at(root, 4).name}", "nbytes": unittest.mock.ANY}
+        ], "refused": []},
+    )  # fmt: skip
+    assert os.listdir(root) == ["notes.txt"]
+    save(disk, 4)
+    (root / "gpt" / "mine").mkdir()
+    assert run_json(capsys, "rm", root, "--run", "gpt", "--yes")[0] == 1
+    assert os.listdir(root / "gpt") == ["mine"], "what is not memckpt's stays, be it empty"
+
+
+def test_a_directory_that_cannot_be_removed_is_told(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(root / "gpt" / "old")
+    real = os.rmdir
+
+    def rmdir(path: str) -> None:
+        if Path(path).name == "gpt":
+            raise PermissionError(13, "Permission denied", path)
+        real(path)
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    code, said = run_json(capsys, "rm", root / "gpt", "--yes")
+    assert (code, len(said["removed"])) == (1, 4)
+    [left] = said["refused"]
+    assert (left["path"], left["state"]) == ("gpt", "empty")
+    assert "Permission denied" in left["reason"]
 
 
 def test_rm_of_a_whole_run_leaves_strays_and_says_so(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

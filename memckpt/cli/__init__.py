@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import json
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from memckpt.errors import MemckptError
 
@@ -29,9 +31,26 @@ def _version() -> str:
         return "unknown (not installed)"
 
 
+class _JsonParser(argparse.ArgumentParser):
+    """A parser that says as one JSON object what is wrong with the arguments."""
+
+    def error(self, message: str) -> NoReturn:
+        _fail(message, as_json=True)
+        self.exit(2)
+
+
+def _fail(text: str, *, as_json: bool) -> None:
+    """Say why the command could not be carried out: to people, or as the one JSON object of --json."""
+    if as_json:
+        print(json.dumps({"error": text}), flush=True)
+    else:
+        print(f"memckpt: {text}", file=sys.stderr)
+
+
 def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     """The parser for `argv`, with the options of the command in it."""
-    parser = argparse.ArgumentParser(
+    kind = _JsonParser if "--json" in argv else argparse.ArgumentParser  # subparsers are of the same kind
+    parser = kind(
         prog="memckpt", description="Checkpoints in memory and in storage: what there is, and whether it is good."
     )
     parser.add_argument("--version", action="version", version=f"memckpt {_version()}")
@@ -56,21 +75,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        Exit status: 0 good, 1 something is wrong with what was looked at, 2 the command could not be carried out.
+        Exit status: 0 good, 1 something is wrong with what was looked at, 2 the command could not be carried out; with
+        --json it prints one JSON object then, too, and "error" in it says why.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     args = build_parser(argv).parse_args(argv)
+    as_json = bool(getattr(args, "json", False))
     try:
         return int(args.run(args))
     except MemckptError as error:
-        print(f"memckpt: {error}", file=sys.stderr)
+        _fail(str(error), as_json=as_json)
         return 2
     except BrokenPipeError:
         # The reader has gone (a pager, head); the interpreter must not try to flush into it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        print(f"memckpt: {error}", file=sys.stderr)
+        _fail(str(error), as_json=as_json)
         return 2
     except KeyboardInterrupt:
+        if as_json:
+            _fail("interrupted", as_json=True)
         return 130

@@ -18,7 +18,7 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Check:
-    """One finding: what was found, and what to do where it is not good."""
+    """One finding: what was found, and what to do where it is not good. Where it is "ok" there is nothing to do."""
 
     name: str
     status: Status
@@ -196,9 +196,11 @@ def forsaken_segments(base: str) -> Check:
     if not segments:
         return Check(name, "ok", "none")
     found = f"{len(segments)} files, {format_nbytes(nbytes)}, mapped by no process that can be seen from here"
-    large = nbytes > 256 << 20
-    advice = f"rm {base}/sm_segment.* while no MPI job of yours runs on this node"
-    return Check(name, "warn" if large else "ok", found, advice)
+    if nbytes <= 256 << 20:
+        return Check(name, "ok", found)
+    kinds = sorted({os.path.basename(path).partition(".")[0] for path in segments})
+    patterns = " ".join(f"{base}/{kind}.*" for kind in kinds)
+    return Check(name, "warn", found, f"rm {patterns} while no MPI job of yours runs on this node")
 
 
 def survival(base: str, environ: Mapping[str, str] | None = None) -> Check:

@@ -106,10 +106,10 @@ def print_json(value: Mapping[str, Any]) -> None:
     print(json.dumps(value), flush=True)
 
 
-def console() -> Console:
-    """Where tables go: as wide as a table needs when nobody looks at it on a terminal."""
+def console(width: int = 200) -> Console:
+    """Where tables go: as wide as the terminal, or `width` when nobody looks at it on one."""
     out = Console(highlight=False)
-    return out if out.is_terminal else Console(highlight=False, width=200)
+    return out if out.is_terminal else Console(highlight=False, width=width)
 
 
 def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
@@ -131,3 +131,11 @@ def numbers(values: list[int]) -> str:
             parts.append(str(first) if first == last else f"{first}-{last}")
             start = i + 1
     return ", ".join(parts)
+
+
+def shards(there: list[int], world: int | None) -> str:
+    """How many shards are there, and which where not all are: "all 4", "2 of 4: 0-1", "none of 4"."""
+    if world is not None and set(there) == set(range(world)):
+        return f"all {world}"
+    of = f"of {'?' if world is None else world}"
+    return f"{len(set(there))} {of}: {numbers(there)}" if there else f"none {of}"

@@ -15,6 +15,7 @@ from memckpt.memory.arena import default_base
 from memckpt.memory.budget import format_nbytes
 
 _ORDER = ("ok", "warn", "fail")
+_WIDTH = 120
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -46,8 +47,8 @@ def left_over(base: str) -> Check:
     if not runs:
         return Check("memory left behind", "ok", "none")
     names = ", ".join(sorted(set(runs))[:5])
-    found = f"{format_nbytes(nbytes)} of {len(runs)} runs that no process holds ({names})"
-    return Check("memory left behind", "ok", found, "a restart finds it again; memckpt rm frees it")
+    found = f"{format_nbytes(nbytes)} of {len(runs)} runs that no process holds ({names}); a restart finds it again"
+    return Check("memory left behind", "ok", found)
 
 
 def examine(base: str, *, mpi: bool = True, timeout_s: float = 30.0) -> list[Check]:
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         common.print_json({"status": worst, "checks": [c.as_dict() for c in found]})
         return 1 if worst == "fail" else 0
-    out = common.console()
+    out = common.console(width=_WIDTH)
     table = common.table("", "CHECK", "FOUND")
     colors = {"ok": "green", "warn": "yellow", "fail": "bold red"}
     for check in found:

@@ -64,18 +64,19 @@ def run(args: argparse.Namespace) -> int:
         return 0
     out = common.console()
     table = common.table(
-        "NODE", "SLOT", "STEP", "SHARD", "GENERATION", "BASE", "BYTES", "CHUNKS", "LAYOUT", "",
-        right=("STEP", "BYTES", "CHUNKS"),
+        "NODE", "SLOT", "STEP", "SHARD", "WORLD", "GENERATION", "BASE", "BYTES", "CHUNKS", "LAYOUT", "",
+        right=("STEP", "SHARD", "WORLD", "BYTES", "CHUNKS"),
     )  # fmt: skip
     for slot in slots:
         seal = slot["seal"]
         if seal is None:
-            row = ["-", "-", "-", "-", format_nbytes(slot["nbytes"]), "-", "-", escape(slot["reason"] or "")]
+            row = ["-", "-", "-", "-", "-", format_nbytes(slot["nbytes"]), "-", "-", escape(slot["reason"] or "")]
         else:
             base = seal["base"]
             row = [
                 str(seal["step"]),
-                f"{seal['shard']} of {seal['world']}",
+                str(seal["shard"]),
+                str(seal["world"]),
                 f"{seal['generation']} ({escape(seal['generation_id'][:8])})",
                 "-" if base is None else f"{base['generation']}, step {base['step']}",
                 format_nbytes(seal["nbytes"]),

@@ -95,8 +95,7 @@ def run(args: argparse.Namespace) -> int:
     )  # fmt: skip
     for row in runs:
         newest = row["snapshots"][:3]
-        shards = sorted({s for snapshot in row["snapshots"] for s in snapshot["shards"]})
-        world = f" of {newest[0]['world']}" if newest else ""
+        shards = [common.shards(s["shards"], s["world"]) for s in newest]
         state = "live" if row["live_pids"] else "finished" if row["finished"] else "left behind"
         table.add_row(
             escape(row["name"]),
@@ -104,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
             escape(row["node"]),
             ", ".join(str(s["step"]) for s in newest) + (", ..." if len(row["snapshots"]) > 3 else "") or "-",
             str(newest[0]["generation"]) if newest else "-",
-            common.numbers(shards) + world or "-",
+            (shards[0] if len(set(shards)) == 1 else "; ".join(shards)) or "-",
             str(row["slots"]),
             format_nbytes(row["bytes"]),
             ", ".join(map(str, row["live_pids"])) or "-",

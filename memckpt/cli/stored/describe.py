@@ -11,6 +11,7 @@ from memckpt.cli import common
 from memckpt.cli.stored import find
 from memckpt.storage.base import Storage
 from memckpt.storage.checkpoints import Stored
+from memckpt.storage.marker import data_name, seal_name
 
 _DATA = re.compile(r"rank-([0-9]+)\.safetensors")
 _UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0))
@@ -24,10 +25,10 @@ def state(stored: Stored) -> str:
 def as_dict(storage: Storage, stored: Stored, *, newest: bool = False) -> dict[str, Any]:
     """For --json; `newest` where a restore would begin with it. Reads only."""
     marker = stored.marker
-    if marker is None:
-        shards = [] if stored.stray else _shards(path for path, _ in storage.entries(stored.path, 1))
-    else:
+    if stored.complete and marker is not None:
         shards = [shard.shard for shard in marker.shards]
+    else:
+        shards = [] if stored.stray else _shards(storage, stored)
     return {
         "run": stored.run,
         "step": None if stored.stray else stored.step,
@@ -47,10 +48,17 @@ def as_dict(storage: Storage, stored: Stored, *, newest: bool = False) -> dict[s
     }
 
 
-def _shards(paths: Iterable[str]) -> list[int]:
-    """Shards whose file is there under its name."""
-    matches = (_DATA.fullmatch(path.rpartition("/")[2]) for path in paths)
-    return sorted(int(match[1]) for match in matches if match)
+def _shards(storage: Storage, stored: Stored) -> list[int]:
+    """Shards whose file and seal are there under their names; where a marker says their sizes, in those."""
+    sizes = {path.rpartition("/")[2]: nbytes for path, nbytes in storage.entries(stored.path, 1)}
+    if stored.marker is not None:
+        return [
+            s.shard
+            for s in stored.marker.shards
+            if (sizes.get(data_name(s.shard)), sizes.get(seal_name(s.shard))) == (s.nbytes, s.seal_nbytes)
+        ]
+    shards = (int(match[1]) for match in map(_DATA.fullmatch, sizes) if match)
+    return sorted(shard for shard in shards if data_name(shard) in sizes and seal_name(shard) in sizes)
 
 
 def all_of(storage: Storage, found: Sequence[Stored], wanted: Iterable[Stored]) -> list[dict[str, Any]]:
@@ -60,19 +68,16 @@ def all_of(storage: Storage, found: Sequence[Stored], wanted: Iterable[Stored]) 
 
 
 def name(says: dict[str, Any]) -> tuple[str, str, str]:
-    """Run, step and generation, for a table; of a stray its path."""
-    if says["state"] == "stray":
+    """Run, step and generation, for a table; of what is no checkpoint its path."""
+    if says["step"] is None:
         return says["path"], "-", "-"
     counter = "?" if says["generation"] is None else says["generation"]
     return says["run"], str(says["step"]), f"{counter} ({says['generation_id'][:8]})"
 
 
-def ranks(says: dict[str, Any]) -> str:
+def shards(says: dict[str, Any]) -> str:
     """Which shards there are, of how many."""
-    if says["state"] == "stray":
-        return "-"
-    of = f" of {says['world']}" if says["world"] is not None else ""
-    return (common.numbers(says["shards"]) or "none") + of
+    return "-" if says["step"] is None else common.shards(says["shards"], says["world"])
 
 
 def age(says: dict[str, Any]) -> str:

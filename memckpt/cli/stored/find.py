@@ -123,6 +123,23 @@ def chosen(target: Target, args: argparse.Namespace, found: Sequence[Stored]) ->
     ]
 
 
+def deeper(target: Target, found: Iterable[Stored]) -> dict[str, list[str]]:
+    """Of the strays among what was found, those in which directories of runs lie: path or URL of each. Local.
+
+    One level more than a scan looks at is looked at, and only where there is a stray.
+    """
+    strays = {stored.path for stored in found if stored.stray}
+    runs: dict[str, set[str]] = {}
+    root = target.storage.url.rstrip("/")
+    for path, _ in target.storage.entries(target.run or "", 3 if target.run else 4) if strays else ():
+        parts = path.split("/")
+        stray = "/".join(parts[:2])
+        level = next((i for i, part in enumerate(parts) if i > 1 and names.parse_directory(part)), None)
+        if stray in strays and level is not None:
+            runs.setdefault(stray, set()).add("/".join([root, *parts[:level]]))
+    return {stray: sorted(places) for stray, places in runs.items()}
+
+
 def may_be_written(storage: Storage, stored: Stored, found: Iterable[Stored]) -> str:
     """Why something incomplete may be what a job is writing now; empty where it is known that none does. Local.
 

@@ -9,7 +9,7 @@ import msgspec
 from rich.markup import escape
 
 from memckpt.cli import common, contents
-from memckpt.cli.stored import describe, find
+from memckpt.cli.stored import describe, find, glance
 from memckpt.cli.stored.find import Target, chosen, nothing, told
 from memckpt.errors import CorruptSnapshot, MemckptError, UsageError
 from memckpt.memory.budget import format_nbytes
@@ -62,6 +62,7 @@ def run(args: argparse.Namespace, target: Target) -> int:
     if not wanted:
         raise nothing(target)
     told_all = describe.all_of(target.storage, found, wanted)
+    glance.look(target.storage, wanted, told_all)
     for says, stored in zip(told_all, wanted, strict=True):
         says["marker"] = None if stored.marker is None else _marker_dict(stored.marker)
         if args.shard is not None and stored.marker is not None:
@@ -72,6 +73,8 @@ def run(args: argparse.Namespace, target: Target) -> int:
     out = common.console()
     for says, stored in zip(told_all, wanted, strict=True):
         _show(out, says, stored)
+    if glance.note(told_all):
+        out.print(glance.note(told_all), soft_wrap=True)
     return 0
 
 

@@ -31,20 +31,27 @@ def run(args: argparse.Namespace, target: Target) -> int:
         ids = ", ".join(s.generation_id for s in named)
         raise UsageError(f"step {args.step} is there in several generations: add --generation, one of {ids}")
     is_last = any(s.complete for s in named) and not any(s.complete and s not in named for s in found)
-    refuse_all = "" if args.yes or not is_last else "the run would lose its last complete checkpoint; --yes removes it"
     removed: list[dict[str, Any]] = []
     refused: list[dict[str, Any]] = []
     top = newest(named).get(target.run)
     for stored in sorted(named, key=lambda s: s is top):  # broken off on the way, the newest is still there
         says = {"run": stored.run, "step": None if stored.stray else stored.step, "path": stored.path}
         try:
-            why = refuse_all or _why_not(target.storage, stored, found, sure=args.yes) or remove(target.storage, stored)
+            why = _why_not(target.storage, stored, found, top if is_last else None, sure=args.yes)
+            why = why or remove(target.storage, stored)
         except (MemckptError, OSError) as error:
             why = told(error)
         if why:
             refused.append({**says, "state": describe.state(stored), "reason": why})
         else:
             removed.append({**says, "nbytes": stored.nbytes})
+    if removed and args.yes:  # without it a run never becomes empty
+        try:
+            target.storage.remove([f"{target.run}/"])  # only where nothing is left in it
+        except OSError as error:
+            refused.append(
+                {"run": target.run, "step": None, "path": target.run, "state": "empty", "reason": told(error)}
+            )
     if args.json:
         common.print_json({"storage": target.storage.url, "removed": removed, "refused": refused})
     else:
@@ -55,11 +62,19 @@ def run(args: argparse.Namespace, target: Target) -> int:
     return 1 if refused else 0
 
 
-def _why_not(storage: Storage, stored: Stored, found: list[Stored], *, sure: bool) -> str:
-    """Why it stays; empty where it may go. Strays stay always, the rest goes where the user is sure."""
+def _why_not(storage: Storage, stored: Stored, found: list[Stored], last: Stored | None, *, sure: bool) -> str:
+    """Why it stays; empty where it may go. Strays stay always, the rest goes where the user is sure.
+
+    `last` is the run's newest complete checkpoint where all that are complete were named; then nothing goes.
+    """
     if stored.stray:
         return stored.reason
-    if sure or stored.complete:
+    if sure:
         return ""
-    why = may_be_written(storage, stored, found)
+    if stored is last:
+        return "the last complete checkpoint of the run; --yes removes it"
+    why = "" if stored.complete else may_be_written(storage, stored, found)
+    if last is not None and not why:
+        kind = "older than the last complete checkpoint" if stored.complete else "incomplete"
+        why = f"{kind}, and named together with the last complete one"
     return f"{why}; --yes removes it" if why else ""

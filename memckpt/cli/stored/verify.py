@@ -71,7 +71,7 @@ def run(args: argparse.Namespace, target: Target) -> int:
     if args.json:
         common.print_json({"storage": target.storage.url, "checkpoints": results, **count})
         return 1 if failed else 0
-    table = common.table("RUN", "STEP", "GENERATION", "RANKS", "BYTES", "STATUS", "", right=("STEP", "BYTES"))
+    table = common.table("RUN", "STEP", "GENERATION", "SHARDS", "BYTES", "STATUS", "", right=("STEP", "BYTES"))
     for r in results:
         run_name, step, generation = describe.name(r)
         color = {"ok": "green", "damaged": "bold red"}.get(r["status"], "yellow")
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace, target: Target) -> int:
             escape(run_name),
             step,
             generation,
-            describe.ranks(r),
+            describe.shards(r),
             format_nbytes(r["nbytes"]),
             f"[{color}]{r['status']}[/]",
             escape(r["reason"] or ""),
