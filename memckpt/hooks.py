@@ -26,6 +26,8 @@ class StepHooks:
         me = weakref.ref(self)
         pid = os.getpid()
 
+        # A compiled step breaks its graph here, and does not trace what we do.
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
             hooks = me()
             if hooks is not None and pid == os.getpid():  # in a forked child they are the parent's business
