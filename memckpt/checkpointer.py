@@ -7,7 +7,6 @@ import contextlib
 import os
 import threading
 import time
-import weakref
 from collections.abc import Collection, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal
@@ -134,7 +133,7 @@ class Checkpointer:
         self._hooks = StepHooks(parts.state.optimizers, self.fence)
         self._watch.start()
         self._closed = False
-        self._at_exit = ending.abandon_at_exit(weakref.ref(self))
+        self._at_exit = ending.abandon_at_exit(self.abandon)
         if parts.context is not None:
             parts.context.register(self)
 

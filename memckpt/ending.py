@@ -8,7 +8,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 from memckpt.assembly import Parts
 from memckpt.errors import MemckptError
@@ -16,9 +16,6 @@ from memckpt.preemption import Watch
 from memckpt.reports import Stats
 from memckpt.saving.capture import Capture
 from memckpt.saving.generation import Saving
-
-if TYPE_CHECKING:
-    from memckpt.checkpointer import Checkpointer
 
 DRAIN_AFTER_ERROR_S = 5.0
 _DRAIN_STORAGE_AFTER_ERROR_S = 30.0
@@ -84,13 +81,25 @@ def drain(saving: Saving, capture: Capture, watch: Watch, deadline_s: float) -> 
         saving.drain_storage(_DRAIN_STORAGE_AFTER_ERROR_S)
 
 
-def abandon_at_exit(me: weakref.ref[Checkpointer]) -> Callable[[], None]:
-    """Interpreter exit without `close`: end the thread before MPI is finalized under it. The function to unregister."""
+def abandon_at_exit(method: Callable[[], object]) -> Callable[[], None]:
+    """Interpreter exit without `close`: end the thread before MPI is finalized under it.
+
+    Parameters
+    ----------
+    method : bound method
+        Held weakly.
+
+    Returns
+    -------
+    callable
+        What to unregister.
+    """
+    weak: Any = weakref.WeakMethod(method)
 
     def abandon() -> None:
-        checkpointer = me()
-        if checkpointer is not None:
-            checkpointer.abandon()
+        held = weak()
+        if held is not None:
+            held()
 
     atexit.register(abandon)
     return abandon

@@ -23,7 +23,7 @@ LAYERS = [
     "checkpointer",
     "ending",
     "generation banner",
-    "durable due telling meter",
+    "durable due telling meter protection",
     "tally",
     "engine assembly",
     "outgoing",

@@ -32,7 +32,7 @@ from memckpt.recovery.lineage import Where, name
 from memckpt.recovery.plan import Plan
 from memckpt.recovery.session import Session
 from memckpt.recovery.stored import for_job, open_stored, read_stored
-from memckpt.recovery.verdict import Verdict, agree, describe, first_error
+from memckpt.recovery.verdict import Verdict, describe, settle
 from memckpt.state.restore import prepare
 from memckpt.state.state import State
 from memckpt.storage.checkpoints import Stored
@@ -146,15 +146,10 @@ class Attempt:
                     self._session.arena.park(offer.slot)
 
     def _settle(self, mine: Verdict, what: str) -> dict[Where, str]:
-        """Tell the others. The bad slots of all ranks, or the error of all. Collective."""
         # Storage may be slow, and what one rank waits for all others wait for.
         slow = any(rank.source == "storage" for rank in self._plan.ranks)
         deadline_s = self._deadline_s + (self._session.storage_deadline_s if slow else 0.0)
-        verdicts = agree(self._comm, mine, deadline_s, what)
-        error = first_error(verdicts, self._session.run)
-        if error is not None:
-            raise error
-        return {(node, slot): why for verdict in verdicts for node, slot, why in verdict.bad}
+        return settle(self._comm, mine, deadline_s, what, self._session.run)
 
     def _bad(self, why: str) -> Verdict:
         """A verdict on the slot that this rank's snapshot comes from."""

@@ -30,7 +30,7 @@ from memckpt.recovery.lineage import Where, name
 from memckpt.recovery.plan import Carrier, Plan
 from memckpt.recovery.session import Session
 from memckpt.recovery.stored import load_stored
-from memckpt.recovery.verdict import Verdict, agree, describe, first_error
+from memckpt.recovery.verdict import Verdict, describe, settle
 from memckpt.state.chunks import Wanted
 from memckpt.state.restore import Targets, prepare
 from memckpt.state.state import State
@@ -129,12 +129,7 @@ class Reshard:
                     self._session.arena.park(offer.slot)
 
     def _settle(self, mine: Verdict, what: str) -> dict[Where, str]:
-        """Tell the others. The bad slots of all ranks, or the error of all. Collective."""
-        verdicts = agree(self._comm, mine, self._deadline_s, what)
-        error = first_error(verdicts, self._session.run)
-        if error is not None:
-            raise error
-        return {(node, slot): why for verdict in verdicts for node, slot, why in verdict.bad}
+        return settle(self._comm, mine, self._deadline_s, what, self._session.run)
 
     def _bad(self, carrier: Carrier, why: str) -> tuple[str, str, str]:
         where = "in storage" if carrier.node == STORAGE else f"in slot {carrier.slot} on {carrier.node}"

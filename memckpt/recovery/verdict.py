@@ -93,6 +93,15 @@ def agree(comm: Communicator, mine: Verdict, deadline_s: float, what: str) -> li
         raise ProtocolError(f"a rank sent no valid verdict: {error}") from error
 
 
+def settle(comm: Communicator, mine: Verdict, deadline_s: float, what: str, run: str) -> dict[tuple[str, str], str]:
+    """Tell the others: the bad slots of all ranks, or the error of all. Collective; raises as `agree`, too."""
+    verdicts = agree(comm, mine, deadline_s, what)
+    error = first_error(verdicts, run)
+    if error is not None:
+        raise error
+    return {(node, slot): why for verdict in verdicts for node, slot, why in verdict.bad}
+
+
 def first_error(verdicts: list[Verdict], run: str) -> MemckptError | None:
     """The error that all ranks raise; rows of a layout that does not fit are collected from all of them. Local."""
     problems = [v.problem for v in verdicts if v.problem is not None]

@@ -24,6 +24,7 @@ from memckpt.saving.durable import open_durable
 from memckpt.saving.engine import Engine, Outcome, Save
 from memckpt.saving.meter import Meter, microseconds
 from memckpt.saving.outgoing import FreshSource, History, SealedSource
+from memckpt.saving.protection import Protection
 from memckpt.saving.replicate import Held, Pace
 from memckpt.saving.tally import Tally
 from memckpt.saving.telling import tell
@@ -75,11 +76,9 @@ class Saving:
         self._decisions = decisions
         self._tally = tally
         self._rank = session.rank
-        self._rebuild = recovery.rebuild
-        self._rebuild_all = False
-        self._holders = list(recovery.holders[session.rank])
-        self._clients = [shard for shard, holders in enumerate(recovery.holders) if session.rank in holders]
-        self.pool = SlotPool(parts.arena, [session.rank, *self._clients], threads=session.threads, leases=parts.leases)
+        self._protection = Protection(recovery, session.rank, session.world)
+        shards = [session.rank, *self._protection.clients]
+        self.pool = SlotPool(parts.arena, shards, threads=session.threads, leases=parts.leases)
         self.pool.adopt(recovery.free, recovery.pinned, recovery.base, recovery.own)
         self._history = History(parts.run, parts.job, session.rank, session.world, recovery.generation, recovery.base)
         self.seq = first_seq
@@ -99,8 +98,6 @@ class Saving:
         )
         self._meter = Meter()
         self._durable = open_durable(parts, self.pool, decisions.count)
-        self._needs_protection = recovery.base is not None and recovery.saved_by == session.world
-        self._steps_unprotected = 0
         self._last_started: float | None = None
         self._interval_s: float | None = None
         self.engine = Engine(
@@ -113,7 +110,7 @@ class Saving:
             beat=parts.lock.beat,
         )
         tally.set(protected=False, committed_step=-1)
-        if self._needs_protection:
+        if self._protection.needed:
             self._protect()
 
     # -- what falls due ------------------------------------------------------------------------------------------------
@@ -272,8 +269,8 @@ class Saving:
             persist = self._options.persist
             self._save_now(n, fired, metrics, leaving, 0.0 if persist is None else persist.deadline_s)
             return
-        if self._needs_protection:
-            self._limit_unprotected()
+        if self._protection.needed and self._protection.is_overdue(self._options.max_unprotected):
+            self.wait_for_outcome()
         due = self._schedule.due(n)
         if due.refused:
             self._say_refused(n, due)
@@ -283,11 +280,11 @@ class Saving:
             return
         if not clear:
             self.wait_for_outcome()
-        if self._needs_protection:
+        if self._protection.needed:
             self._protect()
             if waits:
                 self.wait_for_outcome()
-            if not waits or self._needs_protection:
+            if not waits or self._protection.needed:
                 self._tally.add(skipped=int(due.save))
                 return
         if due.save:
@@ -317,22 +314,16 @@ class Saving:
         `storage_s` seconds. False where the base is not protected yet, and cannot be.
         """
         self.wait_for_outcome()
-        if self._needs_protection:
+        if self._protection.needed:
             self._protect()
             self.wait_for_outcome()
-        if self._needs_protection:
+        if self._protection.needed:
             self._tally.add(skipped=1)
             return False
         if self._durable is not None:
             self._durable.drain(storage_s)
         self._save(n, fired, leaving, persist=self._durable is not None, metrics=metrics)
         return True
-
-    def _limit_unprotected(self) -> None:
-        self._steps_unprotected += 1
-        limit = self._options.max_unprotected
-        if limit is not None and self._steps_unprotected > limit:
-            self.wait_for_outcome()
 
     # -- starting it ---------------------------------------------------------------------------------------------------
 
@@ -360,30 +351,16 @@ class Saving:
             snapshot = self._capture.begin(n, self.pool, fired)
             self._tally.add(saves=1)
             self._tally.set(lazy_nbytes=snapshot.lazy_nbytes, eager_nbytes=snapshot.eager_nbytes)
-        self._submit(n, FreshSource(snapshot, self._history), self._holders, self._clients, [], protect=False)
+        holders, clients = self._protection.holders, self._protection.clients
+        self._submit(n, FreshSource(snapshot, self._history), holders, clients, [], protect=False)
         if snapshot.error is not None:
             self.engine.wait(min(_TOLD_AFTER_S, self._options.deadline_s))
             raise snapshot.error
 
     def _protect(self) -> None:
-        """Send the base to the holders that lack it, and vote on it as on a save.
-
-        Replicas that are there already are read once. Where the vote was no, every replica is sent again.
-        """
+        """Send the base to the holders that lack it, and vote on it as on a save."""
         assert self._history.base is not None
-        holders, clients = self._holders, self._clients
-        if not self._rebuild_all:
-            holders = [r.to_rank for r in self._rebuild if r.shard == self._rank]
-            clients = [r.shard for r in self._rebuild if r.to_rank == self._rank]
-        holdings = self.pool.holdings
-        self._submit(
-            self._history.base.step,
-            SealedSource(holdings[self._rank].committed),
-            holders,
-            clients,
-            [Held(holdings[shard].committed, shard) for shard in self._clients if shard not in clients],
-            protect=True,
-        )
+        self._submit(self._history.base.step, *self._protection.missing(self.pool), protect=True)
 
     def _submit(
         self,
@@ -484,12 +461,9 @@ class Saving:
         self._tally.count(outcome)
         if self._durable is not None:
             self._durable.on_outcome(outcome)
-        if not outcome.committed:
-            self._rebuild_all |= outcome.protect
-            return
         if outcome.protect:
-            self._needs_protection = False
-        if self._parts.context is not None:
+            self._protection.proved(committed=outcome.committed)
+        if outcome.committed and self._parts.context is not None:
             self._parts.context.on_commit(outcome.step)
 
     def _on_failure(self, error: BaseException) -> None:
