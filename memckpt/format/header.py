@@ -62,6 +62,9 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
         The tensors in a span of shared storage (then `dtype` is ``uint8`` and `key` names no tensor).
     conj, neg : bool
         The bytes are to be read with that bit of torch set.
+    part : tuple of (int, int), or None
+        Only `nbytes` bytes of the tensor are here, which ranks have in common: the first of them, and the size of the
+        whole. Shape and strides are those of the whole.
     """
 
     key: str
@@ -78,6 +81,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     views: tuple[View, ...] = ()
     conj: bool = False
     neg: bool = False
+    part: tuple[int, int] | None = None
 
     def names(self) -> Iterator[View]:
         """Every named tensor in this entry."""
@@ -106,6 +110,7 @@ class _Note(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     views: tuple[View, ...] = ()
     conj: bool = False
     neg: bool = False
+    part: tuple[int, int] | None = None
 
 
 class _Meta(msgspec.Struct, forbid_unknown_fields=True):
@@ -116,6 +121,7 @@ class _Meta(msgspec.Struct, forbid_unknown_fields=True):
     layout: str
     classes: dict[str, str] = {}
     entries: dict[str, _Note] = {}
+    whole: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Format(msgspec.Struct):
@@ -135,17 +141,25 @@ class Parsed(msgspec.Struct):
     plain: bytes
     data_offset: int
     file_nbytes: int
+    whole: str = ""
 
 
 def structure_hash(entries: tuple[Entry, ...], classes: dict[str, str]) -> str:
-    """Digest of keys, shapes, dtypes, strides, places and aliases: 32 hex digits. Local."""
-    bare = [msgspec.structs.replace(e, offset=0) if e.offset else e for e in entries]
+    """Digest of keys, shapes, dtypes, strides, places, aliases and parts: 32 hex digits. Local."""
+    plain = [msgspec.structs.replace(e, offset=0) if e.offset else e for e in entries]
+    bare = [msgspec.structs.astuple(e)[: None if e.part else -1] for e in plain]
     text = msgspec.json.encode([bare, sorted(classes.items())])
     return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 def encode_static(
-    entries: tuple[Entry, ...], classes: dict[str, str], layout: str, run: str, shard: int, world: int
+    entries: tuple[Entry, ...],
+    classes: dict[str, str],
+    layout: str,
+    run: str,
+    shard: int,
+    world: int,
+    whole: str = "",
 ) -> bytes:
     """The part of the header's JSON that is the same for every save of a layout. Local."""
     infos: dict[str, Any] = {}
@@ -157,7 +171,9 @@ def encode_static(
         note = _note(e)
         if note is not None:
             notes[e.key] = note
-    meta = msgspec.json.encode(_Meta(FORMAT, run, shard, world, layout, classes, notes)).decode()
+    meta = msgspec.json.encode(
+        _Meta(FORMAT, run, shard, world, layout, classes, notes, whole or msgspec.UNSET)
+    ).decode()
     tensors = msgspec.json.encode(infos)[:-1]
     fixed = msgspec.json.encode({"format": "pt", "memckpt": meta})[:-1]
     return b'%b%b"__metadata__":%b' % (tensors, b"," if infos else b"", fixed)
@@ -173,9 +189,9 @@ def _note(e: Entry) -> _Note | None:
     shape = None if e.stored_shape == e.shape else e.shape
     stride = None if e.stride == contiguous_stride(e.shape) else e.stride
     plain = dtype is None and shape is None and stride is None and e.global_shape is None
-    if plain and not (e.aliases or e.views or e.conj or e.neg):
+    if plain and not (e.aliases or e.views or e.conj or e.neg or e.part):
         return None
-    return _Note(dtype, shape, stride, e.global_shape, e.offsets, e.aliases, e.views, e.conj, e.neg)
+    return _Note(dtype, shape, stride, e.global_shape, e.offsets, e.aliases, e.views, e.conj, e.neg, e.part)
 
 
 def parse(buffer: memoryview, file_nbytes: int | None = None) -> Parsed:
@@ -246,6 +262,7 @@ def _parse(buffer: memoryview, file_nbytes: int | None) -> Parsed:
         plain=metadata["memckpt.plain"].encode(),
         data_offset=data_offset,
         file_nbytes=end,
+        whole="" if meta.whole is msgspec.UNSET else meta.whole,
     )
 
 
@@ -276,6 +293,7 @@ def _entries(infos: list[tuple[str, _Info]], meta: _Meta, data_offset: int) -> t
             note.views,
             note.conj,
             note.neg,
+            note.part,
         )
         _check_entry(entry)
         for view in entry.names():
@@ -301,6 +319,10 @@ def _check_entry(e: Entry) -> None:
         raise fail("a chunk of the wrong form")
     if e.global_shape is not None and e.offsets is not None and not _inside(e.shape, e.offsets, e.global_shape):
         raise fail("a chunk outside its tensor")
+    if e.part is not None and (
+        e.views or e.st_dtype != "U8" or not 0 <= e.part[0] <= e.part[0] + e.nbytes <= e.part[1]
+    ):
+        raise fail("a part of the wrong form")
     for v in e.names():
         itemsize = ITEMSIZE.get(v.dtype)
         if itemsize is None:
@@ -312,7 +334,7 @@ def _check_entry(e: Entry) -> None:
         if e.views:
             if not 0 <= v.offset <= v.offset + memory.extent <= e.nbytes:
                 raise fail("a view outside its span")
-        elif not memory.dense or memory.nbytes != e.nbytes:
+        elif not memory.dense or memory.nbytes != (e.part[1] if e.part else e.nbytes):
             raise fail("size, shape, strides and dtype do not belong together")
 
 

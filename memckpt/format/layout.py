@@ -28,6 +28,8 @@ from memckpt.format.strided import Copy, contiguous_stride, raw
 from memckpt.state.leaves import Collected
 
 Words = npt.NDArray[np.uint64]
+_LEAST_DIVIDED_NBYTES = 1024  # for each rank; smaller tensors are not worth their place in a header
+_GRAIN_NBYTES = 64
 
 
 class Mismatch(NamedTuple):
@@ -112,6 +114,9 @@ class Layout:
         Digest of the structure alone: neither values nor addresses nor run, shard and world.
     data_offset, file_nbytes : int
         First byte of the data area, and size of the whole file.
+    whole : str
+        Where tensors that ranks have in common are divided between them: the hash of the structure as it is undivided,
+        the same on all these ranks; else empty.
     plain : bytes
         Plain values (`parse`: of the file; `build`: as collected).
     step : int
@@ -130,6 +135,7 @@ class Layout:
         data_offset: int,
         plain: bytes,
         step: int = -1,
+        whole: str = "",
     ) -> None:
         self.run = run
         self.shard = shard
@@ -141,13 +147,21 @@ class Layout:
         self.file_nbytes = data_offset + sum(e.nbytes for e in entries)
         self.plain = plain
         self.step = step
+        self.whole = whole
         self._static = b""
         self._pieces: Pieces | None = None
         self._token: object = None
 
     @classmethod
     def build(
-        cls, collected: Collected, *, run: str, shard: int, world: int, plain_nbytes: int | None = None
+        cls,
+        collected: Collected,
+        *,
+        run: str,
+        shard: int,
+        world: int,
+        plain_nbytes: int | None = None,
+        division: Division | None = None,
     ) -> Layout:
         """The layout of what was collected. Local.
 
@@ -159,6 +173,9 @@ class Layout:
             Identity, written into the header.
         plain_nbytes : int, optional
             Bytes of plain values for which to leave room; default is a quarter more than there are now.
+        division : Division, optional
+            Which tensors this rank has in common with others, that save the other parts of them; ignored where the
+            structure is not that which they agreed on.
 
         Raises
         ------
@@ -168,7 +185,12 @@ class Layout:
         drafts = _drafts(collected)
         entries = tuple(d.entry for d in drafts)
         digest = structure_hash(entries, collected.classes)
-        static = encode_static(entries, collected.classes, digest, run, shard, world)
+        whole = ""
+        if division is not None and division.structure == digest:
+            whole = digest
+            entries = tuple(division.cut(i, e) for i, e in enumerate(entries))
+            digest = structure_hash(entries, collected.classes)
+        static = encode_static(entries, collected.classes, digest, run, shard, world, whole)
         variable = len(encode_variable(collected.plain, 1 << 62))
         room = variable + variable // 4 + 256 if plain_nbytes is None else max(variable, plain_nbytes)
         data_offset = -(-(8 + len(static) + room) // PAGE) * PAGE
@@ -191,6 +213,7 @@ class Layout:
             hash=digest,
             data_offset=data_offset,
             plain=collected.plain,
+            whole=whole,
         )
         self._static = static
         self._pieces = _pieces(collected, drafts, self.entries)
@@ -225,6 +248,7 @@ class Layout:
             data_offset=found.data_offset,
             plain=found.plain,
             step=found.step,
+            whole=found.whole,
         )
 
     def header(self, plain: bytes, step: int) -> bytes:
@@ -291,6 +315,40 @@ class Layout:
             return "-"
         entry, view = self.names[key]
         return describe(view.dtype, view.shape, entry.global_shape, entry.offsets, view.conj, view.neg)
+
+
+@dataclass(frozen=True)
+class Division:
+    """Which entries some ranks have in common, and this rank's place among them.
+
+    Attributes
+    ----------
+    structure : str
+        Hash of the undivided layout that this is about.
+    common : tuple of bool
+        By entry.
+    member, members : int
+        This rank's number among those ranks, and how many they are.
+    """
+
+    structure: str
+    common: tuple[bool, ...]
+    member: int
+    members: int
+
+    def cut(self, index: int, entry: Entry) -> Entry:
+        """This rank's part of an entry. Whole what is not in common, is small, or is a span of views. Local."""
+        if not self.common[index] or entry.views or entry.nbytes < _LEAST_DIVIDED_NBYTES * self.members:
+            return entry
+        begin, end = self._bound(entry.nbytes, self.member), self._bound(entry.nbytes, self.member + 1)
+        nbytes = end - begin
+        return msgspec.structs.replace(
+            entry, st_dtype="U8", stored_shape=(nbytes,), nbytes=nbytes, part=(begin, entry.nbytes)
+        )
+
+    def _bound(self, nbytes: int, member: int) -> int:
+        at = nbytes * member // self.members
+        return nbytes if member == self.members else at // _GRAIN_NBYTES * _GRAIN_NBYTES
 
 
 def describe(
@@ -401,7 +459,11 @@ def _pieces(collected: Collected, drafts: list[_Draft], entries: tuple[Entry, ..
             optimizers.append(owner)
     tensors = collected.tensors
     return Pieces(
-        sources=np.fromiter((d.address for d in drafts), np.uint64, len(drafts)),
+        sources=np.fromiter(
+            (d.address + (e.part[0] if e.part else 0) for d, e in zip(drafts, entries, strict=True)),
+            np.uint64,
+            len(drafts),
+        ),
         nbytes=np.fromiter((e.nbytes for e in entries), np.uint64, len(entries)),
         offsets=np.fromiter((e.offset for e in entries), np.uint64, len(entries)),
         lazy=owners >= 0,
@@ -418,4 +480,4 @@ def _pieces(collected: Collected, drafts: list[_Draft], entries: tuple[Entry, ..
     )
 
 
-__all__ = ["Entry", "Layout", "Mismatch", "Pieces", "View", "describe"]
+__all__ = ["Division", "Entry", "Layout", "Mismatch", "Pieces", "View", "describe"]
