@@ -1,6 +1,7 @@
-"""Puts one rank's snapshot together out of the shards that another number of ranks saved. Pure, but for memory.
+"""Puts one rank's snapshot together out of several shards. Pure, but for memory.
 
-A chunk of a global tensor (that is what a DTensor's local part is) is made of the stored chunks that it overlaps. What
+That is needed where another number of ranks saved them, and where ranks have divided what they have in common. A chunk
+of a global tensor (that is what a DTensor's local part is) is made of the stored chunks that it overlaps. What
 is no chunk belongs to each rank by itself, so it can be given to another number of ranks only where all that saved it
 saved the same: then each new rank gets that. Generators of random numbers are the exception: a rank that there was
 before goes on with its own, a new one keeps the one it has.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import msgspec
 import numpy as np
@@ -19,7 +21,7 @@ import numpy.typing as npt
 from memckpt import _native
 from memckpt.errors import LayoutMismatch
 from memckpt.format.dtypes import ITEMSIZE
-from memckpt.format.header import Entry
+from memckpt.format.header import Entry, View
 from memckpt.format.layout import Layout
 from memckpt.format.strided import contiguous_stride, raw
 from memckpt.state.restore import objects_of
@@ -41,9 +43,28 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True)
+class _Piece:
+    """Bytes `begin` to `end` of a stored tensor lie in an entry of a shard."""
+
+    begin: int
+    end: int
+    shard: int
+    entry: Entry
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """One stored tensor, or chunk of one: in one entry, or in parts with those who have it in common (`whole`)."""
+
+    whole: str
+    pieces: tuple[_Piece, ...]
+
+
+@dataclass(frozen=True)
 class _Box:
     """What of a stored chunk goes where in the assembled one; both strided, in elements of `itemsize` bytes."""
 
+    stage: int
     itemsize: int
     sizes: tuple[int, ...]
     source: int
@@ -54,7 +75,7 @@ class _Box:
 
 @dataclass
 class Assembly:
-    """One rank's snapshot in the making.
+    """One rank's snapshot in the making: `put` every range, then `finish`.
 
     Attributes
     ----------
@@ -62,35 +83,55 @@ class Assembly:
         Of the assembled file, whose data begins at byte 0: it has no header.
     ranges : list of Range
         What it is made of.
+    file : uint8[n]
+        Where it is put together.
     """
 
     layout: Layout
     ranges: list[Range] = field(default_factory=list)
-    _targets: list[int | _Box] = field(default_factory=list)
+    file: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
+    _targets: list[tuple[int, int]] = field(default_factory=list)  # stage, or -1 for the file, and first byte there
+    _stages: list[npt.NDArray[np.uint8]] = field(default_factory=list)  # stored chunks of which boxes are cut
+    _boxes: list[_Box] = field(default_factory=list)
 
-    def put(self, index: int, data: memoryview, file: npt.NDArray[np.uint8]) -> None:
-        """Put the bytes of ``ranges[index]`` into the assembled file. Local."""
-        target = self._targets[index]
-        if isinstance(target, int):
-            file[target : target + len(data)] = np.frombuffer(data, np.uint8)
-            return
-        octets = np.frombuffer(data, np.uint8)
-        source = raw(octets.ctypes.data + target.source, target.sizes, target.source_stride, target.itemsize)
-        made = raw(file.ctypes.data + target.target, target.sizes, target.target_stride, target.itemsize)
-        np.copyto(made, source)
+    def put(self, index: int, data: memoryview) -> None:
+        """Put the bytes of ``ranges[index]`` where they belong. Local."""
+        if not len(self.file):
+            self.file = np.empty(self.layout.file_nbytes, np.uint8)
+        stage, at = self._targets[index]
+        target = self.file if stage < 0 else self._stages[stage]
+        target[at : at + len(data)] = np.frombuffer(data, np.uint8)
 
-    def _take(self, range_: Range, target: int | _Box) -> None:
-        if range_.nbytes:
-            self.ranges.append(range_)
-            self._targets.append(target)
+    def finish(self) -> None:
+        """Every range is there: cut what is no piece of memory. Local."""
+        for box in self._boxes:
+            source = raw(self._stages[box.stage].ctypes.data + box.source, box.sizes, box.source_stride, box.itemsize)
+            target = raw(self.file.ctypes.data + box.target, box.sizes, box.target_stride, box.itemsize)
+            np.copyto(target, source)
+        self._stages, self._boxes = [], []
+
+    def take(self, stored: _Stored, begin: int, nbytes: int, target: int, *, stage: int = -1) -> None:
+        """Plan to get bytes of a stored tensor, from the parts that they lie in."""
+        for piece in stored.pieces:
+            low, high = max(begin, piece.begin), min(begin + nbytes, piece.end)
+            if low < high:
+                self.ranges.append(Range(piece.shard, piece.entry.offset + low - piece.begin, high - low))
+                self._targets.append((stage, target + low - begin))
+
+    def cut(self, stored: _Stored, nbytes: int, box: Callable[[int], _Box]) -> None:
+        """Plan to get all of a stored tensor, and to cut a box of it."""
+        self._stages.append(np.empty(nbytes, np.uint8))
+        stage = len(self._stages) - 1
+        self.take(stored, 0, nbytes, 0, stage=stage)
+        self._boxes.append(box(stage))
 
 
 def digests(layout: Layout, data: memoryview) -> list[int]:
-    """CRC-32C of every entry that is no chunk of a global tensor, in the order of the file; 0 for chunks. Local."""
+    """CRC-32C of every entry that belongs to its rank alone, in the order of the file; 0 for the others. Local."""
     found = []
     for entry in layout.entries:
         crc = 0
-        if entry.global_shape is None:
+        if entry.global_shape is None and entry.part is None:
             with data[entry.offset : entry.offset + entry.nbytes] as octets:
                 crc = _native.crc32c(octets)
         found.append(crc)
@@ -124,8 +165,7 @@ def differences(
         for entry, crc in zip(layout.entries, sums, strict=True):
             for view in entry.names():
                 if view.key.partition("/")[0] not in keys:
-                    chunk = entry.global_shape is not None
-                    said[view.key] = ("chunk", view.dtype, entry.global_shape) if chunk else (view, crc)
+                    said[view.key] = _claim(layout, entry, view, crc)
         if not shard:
             first = said
         differing |= {key: None for key in first.keys() | said.keys() if first.get(key) != said.get(key)}
@@ -135,31 +175,35 @@ def differences(
     ]
 
 
+def _claim(layout: Layout, entry: Entry, view: View, crc: int) -> object:
+    """What has to be the same on all ranks about one tensor."""
+    if entry.global_shape is not None:
+        return "chunk", view.dtype, entry.global_shape
+    return (view, layout.whole) if entry.part is not None else (view, crc)
+
+
 def assemble(layouts: Sequence[Layout], rank: int, world: int, chunk: Chunk) -> Assembly:
     """Plan the snapshot of `rank` of `world` out of all shards. Local.
 
     Parameters
     ----------
     layouts : sequence of Layout
-        Of every shard, in order; without `differences`.
+        Of every shard, in order; where they are not `world`, without `differences`.
     chunk : callable
         Shape and offsets of the chunk of a global tensor that this rank wants, by key and global shape, or None.
 
     Raises
     ------
     LayoutMismatch
-        The shards do not cover a chunk that is wanted.
+        The shards do not cover a tensor that is wanted.
     """
-    mine = layouts[rank % len(layouts)]
-    stored: dict[str, dict[Box, list[tuple[int, Entry]]]] = {}
-    for shard, layout in enumerate(layouts):
-        for entry in layout.entries:
-            if entry.offsets is not None:
-                stored.setdefault(entry.key, {}).setdefault((entry.offsets, entry.shape), []).append((shard, entry))
+    own = rank % len(layouts)
+    mine = layouts[own]
+    stored = _stored(layouts)
     wanted: list[tuple[Entry, Entry]] = []
     at = 0
     for entry in mine.entries:
-        made = entry
+        made = entry if entry.part is None else msgspec.structs.replace(entry, part=None, nbytes=entry.part[1])
         if entry.global_shape is not None and (place := chunk(entry.key, entry.global_shape)) is not None:
             made = _cut(entry, *place)
         made = msgspec.structs.replace(made, offset=at)
@@ -178,51 +222,94 @@ def assemble(layouts: Sequence[Layout], rank: int, world: int, chunk: Chunk) -> 
     )
     assembly = Assembly(layout)
     for entry, made in wanted:
-        if made.offsets is None:
-            assembly._take(Range(rank % len(layouts), entry.offset, entry.nbytes), made.offset)
+        if made.offsets is None and entry.part is None:
+            assembly.take(_Stored("", (_Piece(0, entry.nbytes, own, entry),)), 0, entry.nbytes, made.offset)
+        elif made.offsets is None:
+            there = stored.get(entry.key, {}).get(None, [])
+            parts = next((s for s in there if s.whole == mine.whole), None)
+            if parts is None:
+                raise _not_covered(made, "not all parts")
+            assembly.take(parts, 0, made.nbytes, made.offset)
         else:
-            _overlap(assembly, made, stored[entry.key], rank)
+            _overlap(assembly, made, stored.get(entry.key, {}), rank, mine.whole)
     return assembly
 
 
+def _stored(layouts: Sequence[Layout]) -> dict[str, dict[Box | None, list[_Stored]]]:
+    """Chunks, and tensors that are divided, by key and place."""
+    found: dict[str, dict[Box | None, list[_Stored]]] = {}
+    parts: dict[tuple[str, Box | None, str], list[_Piece]] = {}
+    for shard, layout in enumerate(layouts):
+        for entry in layout.entries:
+            box = None if entry.offsets is None else (entry.offsets, entry.shape)
+            if entry.part is not None:
+                begin = entry.part[0]
+                piece = _Piece(begin, begin + entry.nbytes, shard, entry)
+                parts.setdefault((entry.key, box, layout.whole), []).append(piece)
+            elif box is not None:
+                undivided = _Stored("", (_Piece(0, entry.nbytes, shard, entry),))
+                found.setdefault(entry.key, {}).setdefault(box, []).append(undivided)
+    for (key, box, whole), pieces in parts.items():
+        pieces.sort(key=attrgetter("begin", "end"))
+        ends = [0, *(piece.end for piece in pieces)]
+        total = pieces[0].entry.part[1] if pieces[0].entry.part is not None else 0
+        if [piece.begin for piece in pieces] == ends[:-1] and ends[-1] == total:
+            found.setdefault(key, {}).setdefault(box, []).append(_Stored(whole, tuple(pieces)))
+    return found
+
+
 def _cut(entry: Entry, shape: tuple[int, ...], offsets: tuple[int, ...]) -> Entry:
-    """The entry of another chunk of the same global tensor."""
+    """The entry of another chunk of the same global tensor, undivided."""
     nbytes = math.prod(shape) * ITEMSIZE[entry.dtype]
+    stride = entry.stride if shape == entry.shape else contiguous_stride(shape)
     return msgspec.structs.replace(
-        entry, shape=shape, stride=contiguous_stride(shape), stored_shape=shape, offsets=offsets, nbytes=nbytes
+        entry, shape=shape, stride=stride, stored_shape=shape, offsets=offsets, nbytes=nbytes, part=None
     )
 
 
-def _overlap(assembly: Assembly, made: Entry, stored: dict[Box, list[tuple[int, Entry]]], rank: int) -> None:
+def _not_covered(made: Entry, what: str) -> LayoutMismatch:
+    rows = [(made.key, what, f"{math.prod(made.shape)} elements")]
+    return LayoutMismatch(f"the shards do not cover {made.key} once", rows)
+
+
+def _overlap(assembly: Assembly, made: Entry, stored: dict[Box | None, list[_Stored]], rank: int, whole: str) -> None:
     assert made.offsets is not None
     covered = 0
-    for (offsets, shape), there in stored.items():
+    for box, there in stored.items():
+        if box is None:
+            continue
+        offsets, shape = box
         low = tuple(map(max, offsets, made.offsets))
         high = tuple(min(a + n, b + m) for a, n, b, m in zip(offsets, shape, made.offsets, made.shape, strict=True))
         sizes = tuple(h - o for o, h in zip(low, high, strict=True))
         if any(n <= 0 for n in sizes):
             continue
         covered += math.prod(sizes)
-        shard, entry = there[rank % len(there)]  # copies of one chunk share the work
-        _take_box(assembly, made, shard, entry, low, sizes)
+        # Copies of one chunk share the work.
+        chosen = next((s for s in there if whole and s.whole == whole), there[rank % len(there)])
+        _take_box(assembly, made, chosen, low, sizes)
     if covered != math.prod(made.shape):
-        rows = [(made.key, f"{covered} elements of this chunk", f"{math.prod(made.shape)}")]
-        raise LayoutMismatch(f"the shards do not cover {made.key} once", rows)
+        raise _not_covered(made, f"{covered} elements of this chunk")
 
 
-def _take_box(
-    assembly: Assembly, made: Entry, shard: int, entry: Entry, low: tuple[int, ...], sizes: tuple[int, ...]
-) -> None:
+def _take_box(assembly: Assembly, made: Entry, stored: _Stored, low: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    entry = stored.pieces[0].entry
     assert made.offsets is not None
     assert entry.offsets is not None
     itemsize = ITEMSIZE[made.dtype]
     source = sum((o - f) * s for o, f, s in zip(low, entry.offsets, entry.stride, strict=True)) * itemsize
     target = sum((o - f) * s for o, f, s in zip(low, made.offsets, made.stride, strict=True)) * itemsize
-    nbytes = math.prod(sizes) * itemsize
+    if sizes == entry.shape == made.shape and entry.stride == made.stride:
+        assembly.take(stored, 0, made.nbytes, made.offset)
+        return
     # Whole rows of both lie in one piece, so that nothing else has to be sent.
     rows = sizes[1:] == entry.shape[1:] == made.shape[1:]
-    if rows and entry.stride == contiguous_stride(entry.shape):
-        assembly._take(Range(shard, entry.offset + source, nbytes), made.offset + target)
+    if rows and entry.stride == contiguous_stride(entry.shape) and made.stride == contiguous_stride(made.shape):
+        assembly.take(stored, source, math.prod(sizes) * itemsize, made.offset + target)
         return
-    box = _Box(itemsize, sizes, source, entry.stride, made.offset + target, made.stride)
-    assembly._take(Range(shard, entry.offset, entry.nbytes), box)
+    nbytes = entry.nbytes if entry.part is None else entry.part[1]
+    assembly.cut(
+        stored,
+        nbytes,
+        lambda stage: _Box(stage, itemsize, sizes, source, entry.stride, made.offset + target, made.stride),
+    )

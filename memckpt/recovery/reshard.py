@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from memckpt import _native, faults
 from memckpt.comm import allgather
@@ -95,7 +93,6 @@ class Reshard:
         self._offers: dict[int, Offer] = {}
         self._data: dict[int, memoryview] = {}
         self._assembly: Assembly | None = None
-        self._file: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self._targets: Targets | None = None
         self.touched = False
 
@@ -207,7 +204,6 @@ class Reshard:
         )
         wanted = [msgspec.msgpack.decode(payload, type=list[Range]) for payload in said]
         carried_by = {carrier.shard: carrier.rank for carrier in self._plan.carriers}
-        self._file = np.empty(self._assembly.layout.file_nbytes, np.uint8)
         transfers: list[Steps[str]] = []
         for peer, theirs in enumerate(wanted):
             if peer == self._rank:
@@ -219,7 +215,7 @@ class Reshard:
         for i, r in enumerate(ranges):
             if carried_by[r.shard] == self._rank:
                 with self._data[r.shard][r.begin : r.begin + r.nbytes] as data:
-                    self._assembly.put(i, data, self._file)
+                    self._assembly.put(i, data)
         wrong = [why for why in drive(transfers, self._deadline_s, "parts of shards") if why]
         if wrong:
             return Verdict(problem=describe(ProtocolError(wrong[0], run=self._session.run), self._rank))
@@ -240,7 +236,7 @@ class Reshard:
             for i in take:
                 nbytes = assembly.ranges[i].nbytes
                 with stream[at : at + nbytes] as data:
-                    assembly.put(i, data, self._file)
+                    assembly.put(i, data)
                 at += nbytes
 
         return receive(self._comm, total, peer, put)
@@ -249,10 +245,12 @@ class Reshard:
 
     def _load(self) -> Verdict:
         """Into the live tensors; every rank has all of its bytes by now, and they are good."""
-        targets, file = self._targets, self._file
+        targets, assembly = self._targets, self._assembly
         assert targets is not None
+        assert assembly is not None
         try:
-            address = file.ctypes.data
+            assembly.finish()
+            address = assembly.file.ctypes.data
             for target, nbytes, offset in zip(
                 targets.targets.tolist(), targets.nbytes.tolist(), targets.offsets.tolist(), strict=True
             ):
