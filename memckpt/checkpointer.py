@@ -63,6 +63,10 @@ class Checkpointer:
     grace : float
         Seconds from a SIGTERM until the process ends at the latest. SIGTERM and SIGUSR1 on any rank lead to one agreed
         step that is saved on all ranks (`preempted`); the user's own handlers still run.
+    dedup : bool
+        Save each tensor that ranks have in common (the replicas of DDP, or of a shard under HSDP) once among them, in
+        equal parts: less to copy and to hold, but a restore needs all ranks' shards. Found by checksums, and looked at
+        again in turn: a difference between such ranks is told.
     allow_pickle : bool
         Save plain objects of types that the typed tree has no form for, with pickle; needed again to restore them.
     quiet : bool
@@ -99,11 +103,12 @@ class Checkpointer:
         bandwidth: float | None = None,
         max_unprotected: int | None = None,
         grace: float = 30.0,
+        dedup: bool = False,
         allow_pickle: bool = False,
         quiet: bool = False,
     ) -> None:
         policy, persist = parse(every), parse_persist(persist)
-        options = Options(policy, persist, fresh, on_error, on_busy, deadline, max_unprotected, bandwidth, grace)
+        options = Options(policy, persist, fresh, on_error, on_busy, deadline, max_unprotected, bandwidth, grace, dedup)
         self._closed = True  # until everything below is there
         self._parts = parts = assembly.open_parts(
             states, name=name, options=options, redundancy=redundancy, comm=comm, allow_pickle=allow_pickle

@@ -118,6 +118,8 @@ class Options:
         saves.
     grace_s : float
         Seconds from a SIGTERM to the end of the process at the latest.
+    dedup : bool
+        Whether ranks save what they have in common in parts.
     """
 
     every: SavePolicy
@@ -129,6 +131,7 @@ class Options:
     max_unprotected: int | None
     bandwidth: float | None
     grace_s: float
+    dedup: bool = False
 
     def described(self) -> dict[str, str]:
         """Every setting in words that are the same on every rank. Local."""
@@ -146,6 +149,8 @@ class Options:
             check_whole("max_unprotected", self.max_unprotected, least=0)
         _check_bandwidth(self.bandwidth)
         check_seconds("grace", self.grace_s)
+        if not isinstance(self.dedup, bool):
+            raise UsageError(f"dedup must be True or False, not {self.dedup!r}")
 
 
 def parse_persist(persist: object) -> Persist | None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from memckpt import _native, faults
+from memckpt.comm import allreduce_min
 from memckpt.errors import CorruptSnapshot, DeadlineExceeded, MemckptError, ProtocolError, StateDamaged
 from memckpt.format.layout import Layout
 from memckpt.format.seal import Base
@@ -29,7 +28,9 @@ from memckpt.recovery.fetch import (
 )
 from memckpt.recovery.inventory import STORAGE
 from memckpt.recovery.lineage import Where, name
-from memckpt.recovery.plan import Plan
+from memckpt.recovery.phases import damaged, timed
+from memckpt.recovery.plan import Carrier, Plan
+from memckpt.recovery.reshard import Reshard
 from memckpt.recovery.session import Session
 from memckpt.recovery.stored import for_job, open_stored, read_stored
 from memckpt.recovery.verdict import Verdict, describe, settle
@@ -39,23 +40,6 @@ from memckpt.storage.checkpoints import Stored
 
 if TYPE_CHECKING:
     from memckpt.state.restore import Targets
-
-
-@contextmanager
-def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Add the wall time of a block to ``seconds[phase]``. Local."""
-    started = time.monotonic()
-    try:
-        yield
-    finally:
-        seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - started
-
-
-def damaged(why: str, run: str) -> StateDamaged:
-    """The error for a live state that is neither the old nor the new one. Local."""
-    return StateDamaged(
-        f"the live state was overwritten in part and no good copy is left; it must not be trained on. {why}", run=run
-    )
 
 
 class Attempt:
@@ -131,6 +115,8 @@ class Attempt:
                     bad = self._settle(self._fetch(), "fetch")
             if bad:
                 return bad
+            if self._is_divided():
+                return self._load_from_all()
             with timed(self._seconds, "load"):
                 self.touched = True
                 bad = self._settle(self._load(), "load")
@@ -197,6 +183,8 @@ class Attempt:
             agree_with_layout(seal, self._layout)
         except (CorruptSnapshot, ProtocolError) as error:
             return self._bad(error.message)
+        if self._layout.whole:
+            return Verdict()  # compared when it is put together with what other ranks have of it
         try:
             self._targets = prepare(self._state, self._layout, leave=self._leave)
         except CorruptSnapshot as error:
@@ -275,6 +263,30 @@ class Attempt:
                     raise
                 self.removed.append(spare[0])
                 arena.remove_slot(spare.pop(0))
+
+    # -- what ranks have divided between them --------------------------------------------------------------------------
+
+    def _is_divided(self) -> bool:
+        """Whether some rank's snapshot is not all of its state. Collective."""
+        divided = self._layout is not None and bool(self._layout.whole)
+        return not allreduce_min(self._comm, [int(not divided)], self._deadline_s, what="divided tensors")[0]
+
+    def _load_from_all(self) -> dict[Where, str]:
+        """Each rank's own snapshot is on its node by now, sealed: load from all of them. Collective."""
+        carriers = []
+        for rank, (part, place) in enumerate(zip(self._plan.ranks, self._session.places, strict=True)):
+            mine = rank == self._rank and self.fetched is not None
+            slot = self.fetched.name if mine and self.fetched is not None else part.slot
+            carriers.append(Carrier(rank, rank, place.node, slot, part.nbytes))
+        plan = msgspec.structs.replace(self._plan, carriers=tuple(carriers))
+        together = Reshard(self._session, self._state, plan, self._seconds, self._leave)
+        try:
+            bad = together.run()
+        finally:
+            self.touched |= together.touched
+        if not bad:
+            self.slot = self.fetched or self._offer.slot
+        return bad
 
     # -- load ---------------------------------------------------------------------------------------------------------
 

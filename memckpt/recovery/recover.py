@@ -20,9 +20,10 @@ from memckpt.errors import MemckptError, NothingToRestore, PeerLost, ProtocolErr
 from memckpt.format.seal import Base, Generation
 from memckpt.memory.slotfile import Slot
 from memckpt.recovery import plan as planning
-from memckpt.recovery.attempt import Attempt, damaged, timed
+from memckpt.recovery.attempt import Attempt
 from memckpt.recovery.inventory import Listing, list_node
 from memckpt.recovery.lineage import Where, name
+from memckpt.recovery.phases import damaged, timed
 from memckpt.recovery.placement import Holders
 from memckpt.recovery.plan import Pinned, Plan, Rebuild
 from memckpt.recovery.reshard import Reshard

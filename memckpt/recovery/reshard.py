@@ -21,10 +21,10 @@ from memckpt.errors import CorruptSnapshot, LayoutMismatch, MemckptError, Protoc
 from memckpt.format.layout import Layout
 from memckpt.format.seal import Base
 from memckpt.recovery.assembly import RNG, Assembly, Range, assemble, differences, digests
-from memckpt.recovery.attempt import damaged, timed
 from memckpt.recovery.fetch import WINDOW, Offer, Steps, drive, open_offer
 from memckpt.recovery.inventory import STORAGE
 from memckpt.recovery.lineage import Where, name
+from memckpt.recovery.phases import damaged, timed
 from memckpt.recovery.plan import Carrier, Plan
 from memckpt.recovery.session import Session
 from memckpt.recovery.stored import load_stored
@@ -186,8 +186,9 @@ class Reshard:
         heads = self._heads()
         try:
             layouts = [Layout.parse(head.header) for head in heads]
-            rows = differences(layouts, [h.crcs for h in heads], ranks=self._session.world, leave=self._leave)
-            if rows:
+            ranks = self._session.world
+            crcs = [head.crcs for head in heads]
+            if ranks != self._plan.world and (rows := differences(layouts, crcs, ranks=ranks, leave=self._leave)):
                 raise _different(rows, self._plan.world, self._session.world)
             self._assembly = assemble(layouts, self._rank, self._session.world, Wanted(self._state).chunk)
             self._targets = prepare(self._state, self._assembly.layout, leave=self._leave)

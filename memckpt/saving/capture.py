@@ -11,6 +11,7 @@ are read again: equal bytes may be sealed, different ones are torn, and their te
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 import time
@@ -21,7 +22,7 @@ import numpy as np
 
 from memckpt import _native, faults
 from memckpt.errors import MemckptError, SaveFailed, StateError
-from memckpt.format.layout import Layout, Pieces
+from memckpt.format.layout import Division, Layout, Pieces
 from memckpt.memory.slotfile import Slot
 from memckpt.memory.slots import SlotPool
 from memckpt.state.leaves import Collected
@@ -29,6 +30,12 @@ from memckpt.state.state import State
 
 AUDITED_SAVES = 3
 """The first lazy saves whose every byte is read again at the fence."""
+
+_SAMPLE_NBYTES = 1 << 20
+
+
+def _crc_of(address: int, nbytes: int) -> int:
+    return _native.crc32c((ctypes.c_uint8 * nbytes).from_address(address)) if nbytes else 0
 
 
 @dataclass
@@ -85,6 +92,11 @@ class Capture:
         Threads of one copy.
     deadline_s : float
         Longest time in which a copy may make no progress.
+
+    Attributes
+    ----------
+    changed : bool
+        The structure is not the one that was divided any more, so nothing is captured until `divide` is called again.
     """
 
     def __init__(
@@ -99,6 +111,8 @@ class Capture:
         self._layout: Layout | None = None
         self._token: object = None
         self._distrusted: set[str] = set()
+        self._division: Division | None = None
+        self.changed = False
         self._lazy_saves = 0
         self._open: Snapshot | None = None
         self._fencing = threading.Lock()  # hooks may run in threads of the autograd engine
@@ -113,6 +127,44 @@ class Capture:
             Something in the state cannot be saved.
         """
         return self._layout_of(self._state.collect())[0]
+
+    # -- what ranks have in common -------------------------------------------------------------------------------------
+
+    def undivided(self) -> Layout:
+        """Divide nothing from now on; the layout of that. Local; raises as `plan`."""
+        self.divide(None)
+        return self.plan()
+
+    def checksums(self) -> list[int]:
+        """CRC-32C of the live bytes of each entry of `undivided`. Local."""
+        assert self._layout is not None
+        pieces = self._layout.pieces(self._state.collect())
+        pieces.refresh()
+        return [_crc_of(int(at), int(n)) for at, n in zip(pieces.sources, pieces.nbytes, strict=True)]
+
+    def divide(self, division: Division | None) -> None:
+        """Capture only this rank's part of what others have, too. Local."""
+        self._division, self.changed = division, False
+        self._layout = None
+
+    def sample(self, step: int) -> int | None:
+        """CRC-32C of a window of a tensor that is divided, whole, chosen by the step alone; None where none is. For the
+        capture of this very step, before training goes on. Local.
+        """
+        layout = self._layout
+        divided = [i for i, e in enumerate(layout.entries) if e.part is not None] if layout is not None else []
+        if layout is None or not divided:
+            return None
+        index = divided[step * 2_654_435_761 % len(divided)]
+        part = layout.entries[index].part
+        assert part is not None
+        begin, nbytes = part
+        window = min(nbytes, _SAMPLE_NBYTES)
+        at = step * 40_503 * _SAMPLE_NBYTES % (nbytes - window + 1)
+        pieces = layout.pieces(self._state.collect())
+        return _crc_of(int(pieces.sources[index]) - begin + at, window)
+
+    # -- copying -------------------------------------------------------------------------------------------------------
 
     def begin(self, step: int, pool: SlotPool, fired: Iterable[object]) -> Snapshot:
         """Copy the eager part and start to copy the lazy part.
@@ -148,6 +200,11 @@ class Capture:
     def _begin(self, snapshot: Snapshot, step: int, pool: SlotPool, fired: set[int]) -> None:
         collected = self._state.collect()
         layout, pieces = self._layout_of(collected)
+        if self._division is not None and not layout.whole:
+            self.changed = True
+            snapshot.torn = "the structure of the state has changed; what ranks have in common is found out anew"
+            snapshot.fenced = True
+            return
         slot = pool.take(layout.file_nbytes)
         if slot is None:
             snapshot.torn = "no free slot"
@@ -218,7 +275,7 @@ class Capture:
             moved = _native.first_change(pieces.address_methods, pieces.size_methods, pieces.addresses, pieces.sizes)
             if moved < 0 and not pieces.reshaped():
                 return layout, pieces
-        layout = Layout.build(collected, run=self._run, shard=self._shard, world=self._world)
+        layout = Layout.build(collected, run=self._run, shard=self._shard, world=self._world, division=self._division)
         self._layout, self._token = layout, collected.token
         return layout, layout.pieces(collected)
 

@@ -44,6 +44,10 @@ class Word:
         The same for the storage tier: what it costs training, and how long it takes [the largest].
     wanted : bool
         The user wants this step saved in any case [must be equal].
+    changed : bool
+        The structure of its state is not the one that was divided between ranks [any].
+    sample : int or None
+        Checksum of something that ranks have in common [whether two differ].
     """
 
     step: int | None
@@ -59,6 +63,8 @@ class Word:
     persist_cost_us: int = 0
     persist_us: int = 0
     wanted: bool = False
+    changed: bool = False
+    sample: int | None = None
 
 
 @dataclass(frozen=True)
@@ -73,11 +79,13 @@ class Agreed:
         Every rank knows the outcome of the last save and has a slot for the next.
     leaving : bool
         Some rank is closing.
-    clock_ms, preempted, persist_idle, persisted_step, wanted
+    clock_ms, preempted, persist_idle, persisted_step, wanted, changed
     cost_us, step_us, replicate_us, persist_cost_us, persist_us
         As in `Word`, over all ranks.
     troubled : int or None
         The first rank whose writing to storage failed.
+    differs : bool
+        What ranks had in common is not the same any more.
     index : int
         Number of the exchange, from 0.
     """
@@ -96,6 +104,8 @@ class Agreed:
     persist_cost_us: int = 0
     persist_us: int = 0
     wanted: bool = False
+    changed: bool = False
+    differs: bool = False
     index: int = field(default=0, compare=False)
 
 
@@ -187,15 +197,17 @@ def _encode(word: Word, rank: int) -> np.ndarray:
             -word.replicate_us,
             -word.persist_cost_us,
             -word.persist_us,
+            -word.changed,
+            _NOBODY if word.sample is None else word.sample,
+            _NOBODY if word.sample is None else -word.sample,
         ],
         dtype=np.int64,
     )
 
 
 def _decode(values: np.ndarray) -> Agreed:
-    low, _, _, wanted, settled, staying, clock_ms, going_on, persist_idle, troubled, persisted, *durations = map(
-        int, values
-    )
+    low, _, _, wanted, settled, staying, clock_ms, going_on, persist_idle, *rest = map(int, values)
+    troubled, persisted, *durations, changed, sample_low, sample_high = rest
     cost_us, step_us, replicate_us, persist_cost_us, persist_us = (-d for d in durations)
     return Agreed(
         step=None if low == _NOBODY else low,
@@ -207,6 +219,8 @@ def _decode(values: np.ndarray) -> Agreed:
         troubled=None if troubled == _NOBODY else troubled,
         persisted_step=-persisted,
         wanted=wanted != 0,
+        changed=changed != 0,
+        differs=sample_low not in (_NOBODY, -sample_high),
         cost_us=cost_us,
         step_us=step_us,
         replicate_us=replicate_us,

@@ -26,6 +26,7 @@ from memckpt.saving.meter import Meter, microseconds
 from memckpt.saving.outgoing import FreshSource, History, SealedSource
 from memckpt.saving.protection import Protection
 from memckpt.saving.replicate import Held, Pace
+from memckpt.saving.sharing import Sharing
 from memckpt.saving.tally import Tally
 from memckpt.saving.telling import tell
 from memckpt.storage.checkpoints import note_crash
@@ -90,6 +91,8 @@ class Saving:
         self._watch = watch
         self.preempted = self.stopping = False
         persist = self._options.persist
+        self._sharing = Sharing(capture, session.comm, session.deadline_s) if self._options.dedup else None
+        self._sample: int | None = None
         self._schedule = Schedule(
             self._options.every,
             None if persist is None else persist.every,
@@ -155,7 +158,22 @@ class Saving:
             persist_cost_us=microseconds(self._meter.storage.cost_s),
             persist_us=0 if durable is None else microseconds(durable.last_s),
             wanted=wanted,
+            changed=self._capture.changed,
+            sample=self._take_sample(),
         )
+
+    def _take_sample(self) -> int | None:
+        sample, self._sample = self._sample, None
+        return sample
+
+    def _warn_of_difference(self) -> None:
+        text = (
+            "a tensor that was the same on some ranks is not any more, at one of the last saves: maybe silent data "
+            "corruption on one of them; it is saved by each rank for itself from now on"
+        )
+        self._tally.note(text)
+        if self._rank == 0:
+            warnings.warn(f"run {self._parts.run!r}: {text}", RuntimeWarning, stacklevel=6)
 
     def refuse(self, n: int, last: int) -> None:
         """This rank is at a step that does not follow `last`: let every other rank hear of it, and raise.
@@ -240,6 +258,10 @@ class Saving:
         if agreed is None or agreed.index < self._first_exchange:
             return
         persisted = agreed.persist_idle and agreed.index > self._persist_at_exchange
+        if self._sharing is not None:
+            if agreed.differs:
+                self._warn_of_difference()
+            self._sharing.hear(changed=agreed.changed, differs=agreed.differs)
         self._schedule.hear(agreed, settled=clear is True, persisted=persisted)
         self._tally.set(persisted_step=agreed.persisted_step)
         if self._durable is not None:
@@ -336,6 +358,8 @@ class Saving:
         persist: bool,
         metrics: Mapping[str, float] | None,
     ) -> None:
+        if self._sharing is not None:
+            self._sharing.agree(absent=leaving)
         self._schedule.began(n, persist=persist)
         if persist:
             assert self._durable is not None
@@ -349,6 +373,8 @@ class Saving:
                 self._interval_s = now - self._last_started
             self._last_started = now
             snapshot = self._capture.begin(n, self.pool, fired)
+            if self._sharing is not None and snapshot.torn is None:
+                self._sample = self._sharing.sample(n)
             self._tally.add(saves=1)
             self._tally.set(lazy_nbytes=snapshot.lazy_nbytes, eager_nbytes=snapshot.eager_nbytes)
         holders, clients = self._protection.holders, self._protection.clients
