@@ -202,6 +202,8 @@ def test_what_ranks_have_in_common_is_there_once_and_comes_back_to_each(world: i
                 assert got == {k: raw(t) for k, (t, _) in chunks[0].items() if k != "m/own"}
         with pytest.raises(LayoutMismatch, match="do not cover m/"):
             put_together(files[1:], 0, world, {})
+        with pytest.raises(LayoutMismatch, match="do not cover m/"):
+            put_together(files[:-1], 0, world, {})
 
 
 def test_groups_that_have_the_same_names_are_kept_apart() -> None:

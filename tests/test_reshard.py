@@ -13,6 +13,7 @@ import torch
 import memckpt
 from memckpt import faults
 from memckpt.comm.local import Killed, LocalComm
+from memckpt.recovery import reshard
 from tests.ranks import fake_nodes, raise_errors, run_ranks
 from tests.training import Training, make
 
@@ -182,3 +183,17 @@ def test_an_object_may_be_left_by_as_many_ranks_too() -> None:
     with memckpt.Checkpointer(fresh, name="run", every=1, comm=LocalComm(), quiet=True) as ckpt:
         assert ckpt.restore(leave=["b", "c"]).step == 1
     assert fresh["a"].tolist() == [1, 1] and fresh["b"] == {"n": 7}
+
+
+def test_bytes_that_change_on_the_way_are_told_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    lives(1, 2)
+
+    def damaged(comm: LocalComm, parts: Iterator[memoryview], peer: int) -> Any:
+        for message in reshard._messages(parts):
+            yield comm.isend(message, peer, reshard._TAG).test
+        yield comm.isend(bytes(4), peer, reshard._TAG + 1).test
+        return ""
+
+    monkeypatch.setattr(reshard, "send", damaged)
+    for result in run_ranks(2, lambda c: life(c, 2, alien=True), nodes=NODES[:2]):
+        assert isinstance(result, memckpt.ProtocolError) and "differ from their checksum" in str(result)
